@@ -1,0 +1,125 @@
+"""Types of the IR: element types, dimensions, layouts, shardings and tensors.
+
+Immutable and standard library only. A shape is global and logical; bytes are derived from it once
+every symbolic dimension is bound by a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from k3c.errors import PlanError
+
+MX_BLOCK = 32  # elements that share one e8m0 scale in MXFP4 (OCP Microscaling v1.0)
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type; `bits` is fractional for block formats (mxfp4: 4 + 8/32)."""
+
+    name: str
+    bits: float
+
+    def __str__(self) -> str:
+        """Return the name as the IR text writes it."""
+        return self.name
+
+
+F64 = DType("f64", 64)
+F32 = DType("f32", 32)
+BF16 = DType("bf16", 16)
+I64 = DType("i64", 64)
+I32 = DType("i32", 32)
+U8 = DType("u8", 8)
+MXFP4 = DType("mxfp4", 4.25)  # e2m1 elements, 32 to an mx_block, one e8m0 scale a block
+DTYPES: Mapping[str, DType] = {d.name: d for d in (F64, F32, BF16, I64, I32, U8, MXFP4)}
+
+
+@dataclass(frozen=True)
+class SymDim:
+    """A symbolic dimension with an inclusive range; `hi` None means unbounded (an error to plan)."""
+
+    name: str
+    lo: int
+    hi: int | None
+
+    def __str__(self) -> str:
+        """Return the name as the IR text writes it."""
+        return self.name
+
+
+Dim = int | SymDim
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A byte order, named; the kernel template that reads it owns `pack` and `unpack`."""
+
+    name: str
+
+    def __str__(self) -> str:
+        """Return the name as the IR text writes it."""
+        return self.name
+
+
+ROW_MAJOR = Layout("row_major")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """One mesh axis, or None, for each dimension of a tensor."""
+
+    axes: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Element type, logical shape, layout and sharding of a value."""
+
+    dtype: DType
+    shape: tuple[Dim, ...]
+    layout: Layout = ROW_MAJOR
+    sharding: Sharding | None = None
+
+    def bind(self, dims: Mapping[str, int]) -> TensorType:
+        """Return this type with the symbolic dimensions in `dims` replaced by integers."""
+        shape = tuple(
+            dims.get(d.name, d) if isinstance(d, SymDim) else d for d in self.shape
+        )
+        return replace(self, shape=shape)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape as integers.
+
+        Raises:
+            PlanError: A symbolic dimension is not bound.
+        """
+        for dim in self.shape:
+            if isinstance(dim, SymDim):
+                raise PlanError(f"dimension {dim.name} is not bound", str(self), "bind it in the bucket")
+        return tuple(d for d in self.shape if isinstance(d, int))
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; every dimension must be bound."""
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the logical tensor; a packed layout may add padding, which its owner states."""
+        bits = self.elements * self.dtype.bits
+        return int(-(-bits // 8))
+
+    def __str__(self) -> str:
+        """Return the type as the IR text writes it, with layout and sharding where they are set."""
+        text = f"{self.dtype}[{', '.join(str(d) for d in self.shape)}]"
+        if self.layout != ROW_MAJOR:
+            text += f" as {self.layout}"
+        if self.sharding is not None:
+            text += f" @ ({', '.join(a or '-' for a in self.sharding.axes)})"
+        return text
