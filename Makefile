@@ -1,0 +1,49 @@
+# Every command of the project; `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+OUT ?= out
+BLESS_OUT := $(OUT)/demo-cpu
+
+.PHONY: help setup check test demo bless size bench docs clean
+
+help: ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## make .venv with everything that compiling for a CPU and testing need
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "k3c needs Python 3.11, found %d.%d; set PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'
+	@touch $@
+
+check: setup ## format, lint, types, import contracts, spelling
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+	$(BIN)/codespell
+
+test: setup ## the default test suite
+	$(BIN)/python -m pytest
+
+demo: setup ## compile models/k3-demo for this CPU and stream a completion
+	@test -d $(BLESS_OUT) || $(BIN)/k3c compile models/k3-demo --target cpu -o $(BLESS_OUT)
+	$(BIN)/k3c generate $(BLESS_OUT) --prompt 'def add(a, b):' --max-tokens 64
+
+bless: setup ## rewrite the expected part of one pass case: make bless CASE=tests/passes/...k3t
+	K3C_BLESS=$(CASE) $(BIN)/python -m pytest tests/passes -k cases
+
+size: setup ## files and lines by folder, largest file and function
+	$(BIN)/python tests/support/size_table.py
+
+bench: setup ## compile the mini configuration and measure it against the floor and the reference
+	$(BIN)/python perf/bench_mini.py
+
+docs: ## the reading path
+	@cat docs/tour.md
+
+clean: ## remove build products, not the environment
+	rm -rf $(OUT) build dist *.egg-info
