@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 
-class Compute(str, Enum):
+class Compute(StrEnum):
     """Activation type of an artifact."""
 
     bfloat16 = "bfloat16"
@@ -89,7 +89,9 @@ def compile_(
     target: Annotated[str, typer.Option(help="device to compile for")],
     compute: ComputeOpt = Compute.bfloat16,
     max_num_seqs: Annotated[int, typer.Option(help="requests held at the same time")] = 8,
-    max_model_len: Annotated[int, typer.Option(help="tokens of one request, prompt included")] = 8192,
+    max_model_len: Annotated[
+        int, typer.Option(help="tokens of one request, prompt included")
+    ] = 8192,
 ) -> None:
     """Compile a checkpoint into an artifact for one target."""
     from k3c.compile import CompileOptions, compile_model
@@ -109,7 +111,9 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="keep the k likeliest tokens; 0: all")] = 0,
     top_p: Annotated[float, typer.Option(help="keep the likeliest tokens up to this mass")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="drop tokens below this share of the likeliest")] = 0.0,
+    min_p: Annotated[
+        float, typer.Option(help="drop tokens below this share of the likeliest")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
     top_logprobs: Annotated[int, typer.Option(help="log probabilities to report per token")] = 0,
     as_json: JsonOpt = False,
@@ -174,9 +178,16 @@ def _as_k3c_error(exc: BaseException) -> K3CError | None:
         return exc
     if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
         return DeviceFault("the disk is full", str(exc.filename or ""), "free space and try again")
-    if isinstance(exc, PermissionError | IsADirectoryError | NotADirectoryError | FileNotFoundError):
+    if isinstance(
+        exc, PermissionError | IsADirectoryError | NotADirectoryError | FileNotFoundError
+    ):
         return ConfigError(exc.strerror or "cannot open", str(exc.filename or ""), "check the path")
-    if isinstance(exc, ModuleNotFoundError) and exc.name in {"torch", "tvm", "networkx", "safetensors"}:
+    if isinstance(exc, ModuleNotFoundError) and exc.name in {
+        "torch",
+        "tvm",
+        "networkx",
+        "safetensors",
+    }:
         hint = "pip install 'k3c-compiler[cpu]'; k3c doctor lists what is missing"
         return DeviceFault(f"this verb needs {exc.name}, which is not installed", "", hint)
     return None

@@ -1,0 +1,46 @@
+"""`k3c eval`: mean negative log likelihood of given tokens, in nats."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import k3c
+from k3c.errors import ConfigError, DeviceFault
+from k3c.token_files import read_token_lists
+
+
+def evaluate(artifact: Path, text: Path | None, tokens: Path | None, as_json: bool) -> None:
+    """Score a text or lists of tokens and print `{"tokens", "mean_nll"}`.
+
+    Args:
+        artifact: The artifact directory.
+        text: A UTF-8 file, scored as one list of tokens.
+        tokens: A JSON file of token id lists; each list is scored on its own.
+        as_json: Print JSON instead of a sentence.
+
+    Raises:
+        ConfigError: Not exactly one source, or a list is too short or too long.
+        DeviceFault: A log probability is not finite.
+    """
+    if (text is None) == (tokens is None):
+        raise ConfigError("give exactly one of --text and --tokens", "k3c eval")
+    engine = k3c.load(artifact)
+    if tokens is not None:
+        lists = read_token_lists(tokens)
+    elif engine.tokenizer is None:
+        raise ConfigError("the artifact has no tokenizer", "--text", "give ids with --tokens")
+    else:
+        assert text is not None, "one source is given"
+        lists = [engine.tokenizer.encode(text.read_text(encoding="utf-8"))]
+    logprobs = [float(v) for row in engine.score(lists) for v in row]
+    if not logprobs:
+        raise ConfigError("nothing to predict: every list has fewer than 2 tokens", "k3c eval")
+    mean_nll = -math.fsum(logprobs) / len(logprobs)
+    if not math.isfinite(mean_nll):
+        raise DeviceFault("the model gave log probabilities that are not finite", str(artifact))
+    if as_json:
+        print(json.dumps({"tokens": len(logprobs), "mean_nll": mean_nll}))
+    else:
+        print(f"{len(logprobs)} tokens, mean negative log likelihood {mean_nll:.6f} nats")
