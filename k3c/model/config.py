@@ -322,8 +322,8 @@ def stop_token_ids(directory: str | Path, config: TextConfig) -> tuple[int, ...]
     return ids
 
 
-def _token_ids(value: object, where: str) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [value]
+def _token_ids(value: Any, where: str) -> tuple[int, ...]:
+    ids: list[Any] = value if isinstance(value, list) else [value]
     if not ids or any(type(i) is not int for i in ids):
         found = json.dumps(value)
         raise ConfigError(f"eos_token_id is {found}, expected a token id or a list of ids", where)
