@@ -121,6 +121,7 @@ def _write_shard(path: Path, shard: list[_Entry], values: Iterator[Tensor]) -> N
 
 
 def _values(entries: list[_Entry], generator: torch.Generator) -> Iterator[Tensor]:
+    scale = torch.empty(0, dtype=torch.uint8)
     for entry in entries:
         if entry.name.endswith("weight_packed"):
             rows, half = entry.shape
