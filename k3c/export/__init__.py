@@ -1,0 +1,1 @@
+"""From the PyTorch model to the IR: custom ops and the importer."""

@@ -1,0 +1,82 @@
+"""The ops of the model and of the kernel level: plain torch bodies, shape rules, `k3c::` torch ops.
+
+One file a family. Every body is importable from here; `REFERENCE[op](*operands, **attrs)` returns
+its results as a tuple.
+"""
+
+from k3c.export.ops.activation import sigmoid_mul, situ
+from k3c.export.ops.attention_residual import attn_res, bank_commit, residual_join
+from k3c.export.ops.fused import (
+    attn_res_norm,
+    combine_norm,
+    dispatch,
+    grouped_gemm,
+    kda,
+    linear_ranges,
+    mla_absorb_v,
+)
+from k3c.export.ops.kda import (
+    kda_chunkwise,
+    kda_gate,
+    kda_recurrence,
+    kda_recurrent,
+    short_conv,
+)
+from k3c.export.ops.linear import embed, gather_rows, linear
+from k3c.export.ops.mla import (
+    mla_absorb_q,
+    mla_append,
+    mla_attend,
+    mla_attention,
+    mla_attention_expanded,
+)
+from k3c.export.ops.moe import (
+    combine,
+    grouped_linear,
+    route_topk,
+    routing_weights,
+)
+from k3c.export.ops.norm import gated_rms_norm, l2_norm, rms_norm
+from k3c.export.ops.registry import REFERENCE, internal_dtype, library
+from k3c.export.ops.sampling import counter_uniform, sample, token_logprob
+
+__all__ = [
+    "REFERENCE",
+    "attn_res",
+    "attn_res_norm",
+    "bank_commit",
+    "combine",
+    "combine_norm",
+    "counter_uniform",
+    "dispatch",
+    "embed",
+    "gated_rms_norm",
+    "gather_rows",
+    "grouped_gemm",
+    "grouped_linear",
+    "internal_dtype",
+    "kda",
+    "kda_chunkwise",
+    "kda_gate",
+    "kda_recurrence",
+    "kda_recurrent",
+    "l2_norm",
+    "library",
+    "linear",
+    "linear_ranges",
+    "mla_absorb_q",
+    "mla_absorb_v",
+    "mla_append",
+    "mla_attend",
+    "mla_attention",
+    "mla_attention_expanded",
+    "residual_join",
+    "rms_norm",
+    "route_topk",
+    "routing_weights",
+    "sample",
+    "short_conv",
+    "sigmoid_mul",
+    "situ",
+    "token_logprob",
+]

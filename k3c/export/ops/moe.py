@@ -1,0 +1,84 @@
+"""Latent mixture of experts: router, products with MXFP4 experts, weighted sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3c.export.ops.registry import define, internal
+from k3c.model.mxfp4 import dequantize
+
+# Added to the sum of the chosen probabilities before dividing by it.
+_RENORMALIZE_EPS = 1e-20
+
+
+def routing_weights(probabilities: Tensor, renormalize: bool, scale: float) -> Tensor:
+    """Return the weights f32[T, k] of the chosen experts from their sigmoid scores."""
+    if renormalize:
+        total = probabilities.sum(-1, keepdim=True) + _RENORMALIZE_EPS
+        probabilities = probabilities / total
+    return probabilities * scale
+
+
+@define(
+    "(Tensor logits, Tensor bias, int k, bool renormalize, float scale) -> (Tensor, Tensor)",
+    lambda logits, bias, k, renormalize, scale: (
+        logits.new_empty((logits.shape[0], k)),
+        logits.new_empty((logits.shape[0], k), dtype=torch.int32),
+    ),
+)
+def route_topk(
+    logits: Tensor, bias: Tensor, k: int, renormalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Choose the k experts with the largest sigmoid(logits) + bias.
+
+    Args:
+        logits: f32[T, E].
+        bias: f32[E]; takes part in the choice, not in the weights.
+        k: Experts a token.
+        renormalize: Divide the weights by their sum.
+        scale: Factor of the weights, after that.
+
+    Returns:
+        weights f32[T, k] and experts i32[T, k], best first, ties to the lower index.
+    """
+    scores = torch.sigmoid(logits)
+    order = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = routing_weights(scores.gather(-1, order), renormalize, scale)
+    return weights, order.to(torch.int32)
+
+
+@define(
+    "(Tensor x, Tensor packed, Tensor scale, Tensor experts) -> Tensor",
+    lambda x, packed, scale, experts: x.new_empty((*experts.shape, packed.shape[1])),
+)
+def grouped_linear(x: Tensor, packed: Tensor, scale: Tensor, experts: Tensor) -> Tensor:
+    """Multiply each row with the matrix of its expert.
+
+    Args:
+        x: A[T, K], the same for all of a token's experts, or A[T, k, K].
+        packed: u8[E, N, K/2].
+        scale: u8[E, N, K/32].
+        experts: i32[T, k].
+
+    Returns:
+        A[T, k, N].
+    """
+    rows = x[:, None].expand(-1, experts.shape[1], -1) if x.dim() == 2 else x
+    out = x.new_zeros((*experts.shape, packed.shape[1]))
+    for expert in experts.unique().tolist():
+        chosen = experts == expert
+        wide = internal(rows[chosen])
+        weight = dequantize(packed[expert], scale[expert], wide.dtype)
+        out[chosen] = (wide @ weight.mT).to(x.dtype)
+    return out
+
+
+@define(
+    "(Tensor rows, Tensor weights) -> Tensor",
+    lambda rows, weights: rows.new_empty((rows.shape[0], rows.shape[2])),
+)
+def combine(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum A[T, L] of rows A[T, k, L] with weights f32[T, k], rounded once."""
+    wide = internal(rows)
+    return (wide * weights[..., None].to(wide.dtype)).sum(1).to(rows.dtype)
