@@ -114,12 +114,16 @@ def generate(
     min_p: Annotated[
         float, typer.Option(help="drop tokens below this share of the likeliest")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
+    seed: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="seed of the sampling; default: the request's number"),
+    ] = None,
     top_logprobs: Annotated[int, typer.Option(help="log probabilities to report per token")] = 0,
     as_json: JsonOpt = False,
 ) -> None:
     """Continue a prompt; text streams as it is generated."""
-    from k3c.generation import GenerateOptions, Sampling, generate
+    from k3c.generation import GenerateOptions, generate
+    from k3c.runtime.request import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     options = GenerateOptions(prompt, tokens, max_tokens, top_logprobs, as_json, sampling)

@@ -49,7 +49,9 @@ class Console:
         self._bars: Progress | None = None
         if self._rich.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-            self._bars = Progress(*columns, TransferSpeedColumn(), console=self._rich, transient=True)
+            self._bars = Progress(
+                *columns, TransferSpeedColumn(), console=self._rich, transient=True
+            )
 
     def __enter__(self) -> Console:
         """Start the bars."""

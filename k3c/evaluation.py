@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import k3c
 from k3c.errors import ConfigError, DeviceFault
-from k3c.token_files import read_token_lists
+from k3c.token_files import open_tokenizer, read_token_lists
+
+if TYPE_CHECKING:
+    from k3c.runtime.engine import Engine
 
 
 def evaluate(artifact: Path, text: Path | None, tokens: Path | None, as_json: bool) -> None:
@@ -27,13 +31,7 @@ def evaluate(artifact: Path, text: Path | None, tokens: Path | None, as_json: bo
     if (text is None) == (tokens is None):
         raise ConfigError("give exactly one of --text and --tokens", "k3c eval")
     engine = k3c.load(artifact)
-    if tokens is not None:
-        lists = read_token_lists(tokens)
-    elif engine.tokenizer is None:
-        raise ConfigError("the artifact has no tokenizer", "--text", "give ids with --tokens")
-    else:
-        assert text is not None, "one source is given"
-        lists = [engine.tokenizer.encode(text.read_text(encoding="utf-8"))]
+    lists = read_token_lists(tokens) if tokens is not None else [_encode(engine, text)]
     logprobs = [float(v) for row in engine.score(lists) for v in row]
     if not logprobs:
         raise ConfigError("nothing to predict: every list has fewer than 2 tokens", "k3c eval")
@@ -44,3 +42,11 @@ def evaluate(artifact: Path, text: Path | None, tokens: Path | None, as_json: bo
         print(json.dumps({"tokens": len(logprobs), "mean_nll": mean_nll}))
     else:
         print(f"{len(logprobs)} tokens, mean negative log likelihood {mean_nll:.6f} nats")
+
+
+def _encode(engine: Engine, text: Path | None) -> list[int]:
+    tokenizer = open_tokenizer(engine)
+    if tokenizer is None:
+        raise ConfigError("the artifact has no tokenizer", "--text", "give ids with --tokens")
+    assert text is not None, "exactly one source is given"
+    return tokenizer.encode(text.read_text(encoding="utf-8"))

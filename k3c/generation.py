@@ -11,22 +11,13 @@ from typing import TYPE_CHECKING
 
 import k3c
 from k3c.errors import ConfigError, DeviceFault
-from k3c.token_files import read_token_lists
+from k3c.runtime.request import Sampling
+from k3c.token_files import open_tokenizer, read_token_lists
 
 if TYPE_CHECKING:
     from k3c.runtime.engine import Engine
+    from k3c.runtime.events import Event
     from k3c.runtime.server.wire.tokenizer import StreamDecoder, Tokenizer
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters shared by all prompts; temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,9 +67,10 @@ def generate(artifact: Path, options: GenerateOptions) -> None:
     start_s = time.monotonic()
     engine = k3c.load(artifact)
     load_s = time.monotonic() - start_s
-    prompts = _prompts(options, engine.tokenizer)
+    tokenizer = open_tokenizer(engine)
+    prompts = _prompts(options, tokenizer)
     stream = len(prompts) == 1 and not options.as_json
-    outputs, timings = _run(engine, prompts, options, stream)
+    outputs, timings = _run(engine, prompts, options, _Printer(tokenizer, stream))
     timings["load_s"] = round(load_s, 6)
     if options.as_json:
         print(json.dumps({"requests": [asdict(o) for o in outputs], "timings": timings}))
@@ -89,36 +81,49 @@ def generate(artifact: Path, options: GenerateOptions) -> None:
         raise DeviceFault("the model gave logits that are not finite", f"requests {failed}")
 
 
+class _Printer:
+    """Turns the events of all requests into text, and prints it at once where `stream` is set."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stream: bool) -> None:
+        self._tokenizer = tokenizer
+        self._stream = stream
+        self._decoders: dict[int, StreamDecoder] = {}
+
+    def push(self, event: Event) -> str:
+        """Return the text that an event adds; the stop token has none."""
+        if self._tokenizer is None:
+            return ""
+        decoder = self._decoders.setdefault(event.request_id, self._tokenizer.stream())
+        silent = event.finish_reason in ("stop", "error")
+        text = "" if silent else decoder.push(event.token_id)
+        text += decoder.finish() if event.finish_reason else ""
+        if self._stream and text:
+            print(text, end="", flush=True)
+        return text
+
+
+def _record(output: Output, event: Event, text: str) -> None:
+    """Add one event to a request's output."""
+    output.finish_reason = event.finish_reason or ""
+    output.text += text
+    if event.finish_reason != "error":
+        output.token_ids.append(event.token_id)
+        output.top_logprobs.extend([list(event.top_logprobs)] if event.top_logprobs else [])
+
+
 def _run(
-    engine: Engine, prompts: list[list[int]], options: GenerateOptions, stream: bool
+    engine: Engine, prompts: list[list[int]], options: GenerateOptions, printer: _Printer
 ) -> tuple[list[Output], dict[str, float]]:
-    sampling = asdict(options.sampling)
-    limits = {"max_tokens": options.max_tokens, "top_logprobs": options.top_logprobs}
-    outputs = {engine.add(p, **limits, **sampling): Output(list(p)) for p in prompts}
-    decoders = {i: engine.tokenizer.stream() for i in outputs} if engine.tokenizer else {}
-    start_s = first_s = time.monotonic()
+    limits = (options.max_tokens, options.sampling, options.top_logprobs)
+    outputs = {engine.add(p, *limits): Output(list(p)) for p in prompts}
+    start_s = time.monotonic()
+    first_s = None
     while engine.has_work:
         for event in engine.step():
-            output = outputs[event.request_id]
-            if event.token_id is not None:
-                output.token_ids.append(event.token_id)
-                output.top_logprobs.extend([event.top_logprobs] if options.top_logprobs else [])
-            output.finish_reason = event.finish_reason or ""
-            piece = _piece(decoders.get(event.request_id), event.token_id, event.finish_reason)
-            output.text += piece
-            if stream and piece:
-                print(piece, end="", flush=True)
-        if first_s == start_s:
-            first_s = time.monotonic()
-    return list(outputs.values()), _timings(list(outputs.values()), start_s, first_s)
-
-
-def _piece(decoder: StreamDecoder | None, token_id: int | None, finish_reason: str | None) -> str:
-    """Return the text that this event adds; the stop token has none."""
-    if decoder is None:
-        return ""
-    text = "" if token_id is None or finish_reason == "stop" else decoder.push(token_id)
-    return text + (decoder.finish() if finish_reason else "")
+            _record(outputs[event.request_id], event, printer.push(event))
+            first_s = first_s or time.monotonic()
+    done = list(outputs.values())
+    return done, _timings(done, start_s, first_s or start_s)
 
 
 def _timings(outputs: list[Output], start_s: float, first_s: float) -> dict[str, float]:
