@@ -1,0 +1,96 @@
+"""What the passes know of kernel templates: a protocol, injected so that passes need not import codegen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from k3c.ir.graph import LayerAttr, Node
+from k3c.ir.refusal import Refusal
+
+if TYPE_CHECKING:
+    from k3c.targets.target import Target
+
+Constant = int | float | str
+Scalar = tuple[str, int | LayerAttr]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one launch moves and computes: bytes read and written, floating point operations."""
+
+    read_bytes: int
+    write_bytes: int
+    flops: int
+
+
+class Template(Protocol):
+    """A kernel template: one way to implement one op on a target.
+
+    The shapes of a node given to it are bound integers. `reference` is the op's name in
+    `k3c.export.ops`, against which tests compare the kernel.
+    """
+
+    @property
+    def name(self) -> str:
+        """Unique name, the start of the kernel's symbol."""
+        ...
+
+    @property
+    def op(self) -> str:
+        """The op of the IR that it implements."""
+        ...
+
+    @property
+    def reference(self) -> str:
+        """Name of the reference op."""
+        ...
+
+    def accepts(self, node: Node, target: Target) -> Refusal | None:
+        """Return None where the template implements `node`, else why it does not."""
+        ...
+
+    def layouts(self, node: Node, target: Target) -> Mapping[int, str]:
+        """Return the layout name of each weight operand it wants packed, by operand index.
+
+        It must not depend on the bucket: all buckets read the same packed bytes.
+        """
+        ...
+
+    def constants(self, node: Node, target: Target) -> Mapping[str, Constant]:
+        """Return the compile-time constants; two nodes with equal ones share a kernel."""
+        ...
+
+    def scalars(self, node: Node) -> tuple[Scalar, ...]:
+        """Return the int64 arguments in order: a name, and a number or a layer attribute."""
+        ...
+
+    def workspace_bytes(self, node: Node, target: Target) -> int:
+        """Return the bytes of scratch that one launch needs; planned as part of the arena."""
+        ...
+
+    def cost(self, node: Node, target: Target) -> Cost:
+        """Return what one launch costs, for the plan's estimates."""
+        ...
+
+    def build(self, constants: Mapping[str, Constant], target: Target) -> Any:
+        """Return the kernel as a function of the code generator."""
+        ...
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Templates in order of preference: the first that accepts a node implements it."""
+
+    templates: tuple[Template, ...]
+
+    def __post_init__(self) -> None:
+        """Check that names are unique: symbols and plans refer to templates by name."""
+        names = [t.name for t in self.templates]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        assert not twice, f"templates named twice: {', '.join(twice)}"
+
+    def for_op(self, op: str) -> tuple[Template, ...]:
+        """Return the templates of an op, most preferred first; empty where there is none."""
+        return tuple(t for t in self.templates if t.op == op)
