@@ -1,0 +1,1 @@
+"""The hybrid state of running requests: pages for MLA, fixed slots for KDA."""

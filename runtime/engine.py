@@ -1,0 +1,262 @@
+"""The engine: requests of token ids in, events of token ids out, several requests together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from k3c.errors import ConfigError, DeviceFault, K3CError
+from k3c.runtime.cache.state import State, slot_ranges
+from k3c.runtime.events import Event, FinishReason, Result
+from k3c.runtime.loader import Loaded, LoadOptions, load_artifact
+from k3c.runtime.request import (
+    Request,
+    RequestOptions,
+    Sampling,
+    SamplingOptions,
+    check_request,
+    check_tokens,
+)
+from k3c.runtime.sampler import top_logprobs
+from k3c.runtime.scheduler import Scheduler, Step, buckets_of
+from k3c.runtime.scoring import Scorer
+
+if TYPE_CHECKING:
+    from k3c.runtime.server.wire.tokenizer import Tokenizer
+
+MAX_TOKENS = 128  # generated per request unless the caller says
+
+
+class Engine:
+    """Generates tokens from a loaded artifact. One thread drives it: `add`, then `step`."""
+
+    def __init__(self, loaded: Loaded, max_chunk_tokens: int | None = None) -> None:
+        """Start with no requests.
+
+        Args:
+            loaded: The artifact, from `load_artifact`.
+            max_chunk_tokens: Longest prompt chunk of a request in a step; None: the bucket's rows.
+        """
+        self.manifest, self.directory = loaded.manifest, loaded.directory
+        self._loaded, self._max_chunk_tokens = loaded, max_chunk_tokens
+        plan = next(iter(loaded.buckets.values())).plan
+        cache, memory = loaded.manifest.cache, loaded.memory["state_slots"].array
+        self._state = State(cache, slot_ranges(plan, cache.slots), memory)
+        self._scheduler = Scheduler(loaded.manifest.buckets, self._state, max_chunk_tokens)
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+        self._fault: DeviceFault | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._bucket_times = {
+            name: {"steps": 0, "tokens": 0, "seconds": 0.0} for name in loaded.buckets
+        }
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | Path,
+        options: LoadOptions | None = None,
+        max_chunk_tokens: int | None = None,
+    ) -> Engine:
+        """Load an artifact and return an engine on it.
+
+        Args:
+            directory: The artifact that `k3c compile` wrote.
+            options: How to verify and run it.
+            max_chunk_tokens: Longest prompt chunk of a request in a step; None: the bucket's rows.
+
+        Raises:
+            ArtifactError: The artifact is damaged, foreign, newer or for another machine.
+            DeviceFault: This machine cannot load it.
+        """
+        return cls(load_artifact(Path(directory), options or LoadOptions()), max_chunk_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self._scheduler.has_work
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, opened when first asked for; None when the model has none."""
+        if self._tokenizer is None and self._loaded.tokenizer_folder is not None:
+            from k3c.runtime.server.wire.tokenizer import Tokenizer
+
+            self._tokenizer = Tokenizer.open(self._loaded.tokenizer_folder)
+        return self._tokenizer
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """Seconds of each load phase; steps, live tokens and seconds of each bucket so far."""
+        buckets = {name: dict(times) for name, times in self._bucket_times.items()}
+        return {"load_s": dict(self._loaded.timings), "buckets": buckets}
+
+    def add(
+        self,
+        prompt_token_ids: Iterable[int],
+        max_tokens: int = MAX_TOKENS,
+        *,
+        top_logprobs: int = 0,
+        stop_ids: Iterable[int] | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> int:
+        """Queue a request; it runs in later calls of `step`.
+
+        Args:
+            prompt_token_ids: The prompt; nothing is added to it.
+            max_tokens: Tokens to generate at most, the stop token included.
+            top_logprobs: Likeliest tokens to report with every generated one.
+            stop_ids: Tokens that end the request; None: the model's own.
+            sampling: Fields of `Sampling`; greedy when nothing is given.
+
+        Returns:
+            The request's id, counted up from 0.
+
+        Raises:
+            ConfigError: The request cannot be served; nothing is queued then.
+        """
+        unknown = sorted(sampling.keys() - SamplingOptions.__annotations__.keys())
+        if unknown:
+            raise ConfigError(f"unknown sampling option {unknown[0]}", "add")
+        stops = self.manifest.model.stop_ids if stop_ids is None else stop_ids
+        options = RequestOptions(max_tokens, Sampling(**sampling), top_logprobs, frozenset(stops))
+        request = check_request(self._next_id, prompt_token_ids, options, self.manifest)
+        self._next_id += 1
+        self._requests[request.id] = request
+        self._scheduler.submit(request)
+        return request.id
+
+    def cancel(self, request_id: int) -> None:
+        """Drop a request and free its state; no effect when it has finished."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._scheduler.remove(request)
+
+    def step(self) -> list[Event]:
+        """Run one bucket once.
+
+        Returns:
+            An event for each token that was generated; none when only a part of a prompt ran.
+
+        Raises:
+            DeviceFault: A launch failed; the engine is of no use after that.
+        """
+        step = self._scheduler.next_step()
+        if step is None:
+            assert not self.has_work, "requests wait, none runs, and no state is free"
+            return []
+        fields = self._run(step)
+        self._scheduler.advance(step)
+        return [
+            self._finish_row(request, row, fields)
+            for row, (request, _) in enumerate(step.chunks)
+            if request.prompt_left == 0
+        ]
+
+    def generate(
+        self,
+        prompts: Sequence[Iterable[int]],
+        max_tokens: int = MAX_TOKENS,
+        *,
+        top_logprobs: int = 0,
+        **sampling: Unpack[SamplingOptions],
+    ) -> list[Result]:
+        """Run prompts together to their ends; the arguments are those of `add`.
+
+        Raises:
+            ConfigError: A prompt cannot be served (none has run then), or requests that were added
+                before are unfinished: their events would be lost.
+            DeviceFault: A launch failed.
+        """
+        if self.has_work:
+            raise ConfigError(f"{len(self._requests)} requests are unfinished", "generate")
+        ids: list[int] = []
+        try:
+            for prompt in prompts:
+                ids.append(self.add(prompt, max_tokens, top_logprobs=top_logprobs, **sampling))
+        except K3CError:
+            for request_id in ids:
+                self.cancel(request_id)
+            raise
+        requests = [self._requests[request_id] for request_id in ids]
+        events: dict[int, list[Event]] = {request_id: [] for request_id in ids}
+        while self.has_work:
+            for event in self.step():
+                events[event.request_id].append(event)
+        return [_result(request, events[request.id]) for request in requests]
+
+    def score(self, token_lists: Sequence[Iterable[int]]) -> list[npt.NDArray[np.float32]]:
+        """Return f32[tokens - 1] per list: natural log probabilities of its tokens 1 and up.
+
+        A log probability is NaN where the model gave NaN.
+
+        Raises:
+            ConfigError: A list is empty, too long, or holds an id outside the vocabulary.
+            CapacityError: Unfinished requests hold all slots or pages.
+            DeviceFault: A launch failed.
+        """
+        buckets = buckets_of(self.manifest.buckets, "score")
+        options = RequestOptions(1, Sampling(), 0, frozenset())
+        requests, limit = [], self.manifest.cache.max_context_tokens
+        for index, tokens in enumerate(token_lists):
+            where = f"list {index}"
+            ids = check_tokens(tokens, self.manifest.model.vocab_size, where)
+            if len(ids) > limit:
+                raise ConfigError(f"{len(ids)} tokens exceed the planned {limit}", where)
+            # Negative ids: these requests share the state with those of `add`.
+            requests.append(Request(-1 - index, ids, options))
+        return Scorer(buckets, self._state, self._run, self._max_chunk_tokens).score(requests)
+
+    def _run(self, step: Step) -> Mapping[str, npt.NDArray]:
+        """Fill a bucket's input, launch it, and return its io fields."""
+        if self._fault is not None:
+            raise DeviceFault(f"stopped by an earlier fault: {self._fault}", hint="load again")
+        bucket = self._loaded.buckets[step.bucket.name]
+        start_s = time.perf_counter()
+        bucket.io.fill(step, self._state)
+        try:
+            bucket.executor.run()
+        except DeviceFault as fault:
+            self._fault = fault
+            raise
+        times = self._bucket_times[step.bucket.name]
+        times["steps"] += 1
+        times["tokens"] += sum(tokens for _, tokens in step.chunks)
+        times["seconds"] += time.perf_counter() - start_s
+        return bucket.io.fields
+
+    def _finish_row(self, request: Request, row: int, fields: Mapping[str, npt.NDArray]) -> Event:
+        """Take a request's new token; end the request when it is the last one."""
+        token, logits = int(fields["tokens"][row]), fields["logits"][row]
+        options, likeliest = request.options, ()
+        in_vocabulary = 0 <= token < self.manifest.model.vocab_size
+        if in_vocabulary and math.isfinite(logits.max()):
+            request.output.append(token)
+            reason = _finish_reason(request, token)
+            likeliest = top_logprobs(logits, options.top_logprobs)
+        else:
+            # NaN in one row is that request's end, not its neighbours'.
+            token, reason = None, "error"
+        if reason is not None:
+            self.cancel(request.id)
+        return Event(request.id, token, reason, likeliest)
+
+
+def _finish_reason(request: Request, token: int) -> FinishReason | None:
+    if token in request.options.stop_ids:
+        return "stop"
+    return "length" if len(request.output) == request.options.max_tokens else None
+
+
+def _result(request: Request, events: list[Event]) -> Result:
+    reason = events[-1].finish_reason
+    assert reason is not None, f"request {request.id} ended without a reason"
+    likeliest = tuple(e.top_logprobs for e in events if e.token_id is not None)
+    prompt = tuple(int(token) for token in request.prompt)
+    return Result(prompt, tuple(request.output), reason, likeliest)

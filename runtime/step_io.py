@@ -1,0 +1,118 @@
+"""The io fields of one bucket, written whole before every step: nothing stale is replayed."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from k3c.artifact import Plan
+from k3c.errors import ArtifactError
+from k3c.runtime.cache.state import State
+from k3c.runtime.request import Request
+from k3c.runtime.sampler import NEUTRAL, clear_sampling, fill_sampling
+from k3c.runtime.scheduler import Step
+
+DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32}
+SEGMENT_FIELDS = ("seg_tokens", "slots", "context", "page_table")
+SAMPLE_FIELDS = ("sample_rows", *(name for name, _ in NEUTRAL), "tokens", "logits")
+SCORE_FIELDS = ("targets", "logprobs")
+NO_TARGET = -1  # a row whose log probability is not asked for
+
+
+def io_views(plan: Plan, memory: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray]:
+    """Return the plan's io fields as arrays that lie in the io memory.
+
+    Args:
+        plan: The plan.
+        memory: u8[io bytes], shared by all plans.
+
+    Raises:
+        ArtifactError: A field lies outside the memory or names an unknown buffer.
+    """
+    buffers = {b.id: b for b in plan.buffers}
+    views = {}
+    for field in plan.io:
+        buffer, dtype = buffers.get(field.buffer), np.dtype(DTYPES[field.dtype])
+        nbytes = dtype.itemsize * int(np.prod(field.shape))
+        if buffer is None or buffer.offset + nbytes > memory.nbytes or nbytes > buffer.nbytes:
+            raise ArtifactError(
+                f"io field {field.name} needs {nbytes} B, buffer {field.buffer!r} does not hold it",
+                f"plan {plan.bucket.name}",
+                "compile again",
+            )
+        views[field.name] = np.ndarray(field.shape, dtype, memory.data, buffer.offset)
+    return views
+
+
+class StepIo:
+    """Fills a bucket's input fields from a scheduled step and names its output fields."""
+
+    def __init__(self, plan: Plan, memory: npt.NDArray[np.uint8]) -> None:
+        """Make the views; nothing is written before `fill`.
+
+        Raises:
+            ArtifactError: A field is missing or does not fit the bucket.
+        """
+        self.fields = io_views(plan, memory)
+        self.scores = plan.bucket.phase == "score"
+        needed = ("ids", "seg_start", *SEGMENT_FIELDS)
+        needed += SCORE_FIELDS if self.scores else SAMPLE_FIELDS
+        missing = [name for name in needed if name not in self.fields]
+        if missing:
+            what = f"io fields {', '.join(missing)} are missing"
+            raise ArtifactError(what, f"plan {plan.bucket.name}", "compile again")
+
+    def fill(self, step: Step, state: State) -> None:
+        """Write every row of every input field: the step's requests first, then neutral values.
+
+        Args:
+            step: The requests and how many tokens of each.
+            state: Where their slots and pages are; not changed.
+        """
+        row = 0
+        for segment, (request, tokens) in enumerate(step.chunks):
+            self._fill_ids(row, request, tokens)
+            self._fill_segment(segment, row, request, tokens, state)
+            row += tokens
+        self._clear(row, len(step.chunks))
+
+    def _fill_ids(self, row: int, request: Request, tokens: int) -> None:
+        """Write a chunk's token ids, and in a score step the tokens that follow them."""
+        ids, first = self.fields["ids"], request.context_tokens
+        if first >= len(request.prompt):
+            assert tokens == 1, f"{tokens} tokens decoded at once, expected 1"
+            ids[row] = request.output[-1]
+            return
+        ids[row : row + tokens] = request.prompt[first : first + tokens]
+        if self.scores:
+            following = request.prompt[first + 1 : first + tokens + 1]
+            targets = self.fields["targets"]
+            targets[row : row + len(following)] = following
+            targets[row + len(following) : row + tokens] = NO_TARGET
+
+    def _fill_segment(
+        self, segment: int, row: int, request: Request, tokens: int, state: State
+    ) -> None:
+        io = self.fields
+        io["seg_start"][segment] = row
+        io["seg_tokens"][segment] = tokens
+        io["slots"][segment] = state.slot(request.id)
+        io["context"][segment] = request.context_tokens
+        io["page_table"][segment] = state.page_row(request.id)
+        if not self.scores:
+            io["sample_rows"][segment] = row + tokens - 1
+            fill_sampling(io, segment, request, request.context_tokens + tokens)
+
+    def _clear(self, row: int, segment: int) -> None:
+        """Write neutral values past the live rows and segments: scratch slot and page, no rows."""
+        io = self.fields
+        io["ids"][row:] = 0
+        # Not 0: the starts stay in ascending order.
+        io["seg_start"][segment:] = row
+        for name in SEGMENT_FIELDS:
+            io[name][segment:] = 0
+        if self.scores:
+            io["targets"][row:] = NO_TARGET
+        else:
+            io["sample_rows"][segment:] = 0
+            clear_sampling(io, segment)
