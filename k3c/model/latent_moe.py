@@ -11,26 +11,30 @@ from torch import Tensor, nn
 
 from k3c.export.ops import library as ops
 from k3c.model.config import TextConfig
-from k3c.model.layers import Linear, RMSNorm, parameter
+from k3c.model.layers import Linear, Matrix, RMSNorm, parameter
 from k3c.model.mlp import MLP
 from k3c.model.mxfp4 import MX_BLOCK
 from k3c.model.options import ModelOptions
 
 
-class Router(Linear):
+class Router(Matrix):
     """Sigmoid router; the correction bias takes part in the choice only."""
 
     def __init__(self, config: TextConfig, options: ModelOptions) -> None:
-        super().__init__(config.num_experts, config.hidden_size, options, wide=True)
+        super().__init__(config.num_experts, config.hidden_size, options)
         self.e_score_correction_bias = parameter(config.num_experts, dtype=options.vector)
         self.experts_per_token = config.num_experts_per_token
         self.renormalize = config.moe_renormalize
         self.scale = config.routed_scaling_factor
 
+    def logits(self, y: Tensor) -> Tensor:
+        """Return f32[T, E] for y A[T, D]."""
+        return ops.linear(y, self.weight, True)
+
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights f32[T, k] and experts i32[T, k] for y A[T, D]."""
         return ops.route_topk(
-            super().forward(y), self.e_score_correction_bias,
+            self.logits(y), self.e_score_correction_bias,
             self.experts_per_token, self.renormalize, self.scale,
         )  # fmt: skip
 

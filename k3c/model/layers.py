@@ -16,14 +16,21 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-class Linear(nn.Module):
+class Matrix(nn.Module):
+    """A weight [rows, columns] in the options' weight dtype."""
+
+    def __init__(self, rows: int, columns: int, options: ModelOptions) -> None:
+        super().__init__()
+        self.weight = parameter(rows, columns, dtype=options.weight)
+
+
+class Linear(Matrix):
     """y = x W^T. With `wide` the result keeps the accumulator's precision."""
 
     def __init__(
         self, out_features: int, in_features: int, options: ModelOptions, *, wide: bool = False
     ) -> None:
-        super().__init__()
-        self.weight = parameter(out_features, in_features, dtype=options.weight)
+        super().__init__(out_features, in_features, options)
         self.wide = wide
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,12 +38,11 @@ class Linear(nn.Module):
         return ops.linear(x, self.weight, self.wide)
 
 
-class Embedding(nn.Module):
+class Embedding(Matrix):
     """Rows of a table."""
 
     def __init__(self, rows: int, width: int, options: ModelOptions) -> None:
-        super().__init__()
-        self.weight = parameter(rows, width, dtype=options.weight)
+        super().__init__(rows, width, options)
         self.act = options.act
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -72,6 +78,6 @@ def retype_weights(module: nn.Module, dtype_of: Callable[[str], torch.dtype]) ->
         dtype_of: The dtype of a weight by its name relative to `module`.
     """
     for name, child in module.named_modules():
-        if isinstance(child, Linear | Embedding):
+        if isinstance(child, Matrix):
             weight = child.weight.data.to(dtype_of(f"{name}.weight"))
             child.weight = nn.Parameter(weight, requires_grad=False)

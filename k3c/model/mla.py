@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from k3c.export.ops import library as ops
@@ -20,7 +22,8 @@ class MultiHeadLatentAttention(nn.Module):
         nope, value = config.qk_nope_head_dim, config.v_head_dim
         self.dims = (heads, nope, value)
         self.eps = config.mla_lora_norm_eps
-        self.attention = mla_attention_expanded if options.expanded_mla else ops.mla_attention
+        attention = mla_attention_expanded if options.expanded_mla else ops.mla_attention
+        self.attention: Callable[..., Tensor] = attention
         self.q_a_proj = Linear(config.q_lora_rank, hidden, options)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, self.eps, options)
         self.q_b_proj = Linear(heads * config.qk_head_dim, config.q_lora_rank, options)
