@@ -62,7 +62,7 @@ def short_conv(
         rows = raw[segment.rows]
         out[segment.rows] = _convolve(history, rows, weight)
         state[slot] = torch.cat([history, rows])[-history.shape[0] :]
-    q_out, k_out, v_out = (part.contiguous() for part in out.split(q.shape[1], -1))
+    q_out, k_out, v_out = (part.clone() for part in out.split(q.shape[1], -1))
     return q_out, k_out, v_out, state
 
 
