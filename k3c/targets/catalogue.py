@@ -1,4 +1,4 @@
-"""What the passes know of kernel templates: a protocol, injected so that passes need not import codegen."""
+"""What the passes know of kernel templates: a protocol, so that they need not import codegen."""
 
 from __future__ import annotations
 

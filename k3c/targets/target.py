@@ -1,0 +1,106 @@
+"""One device that kernels are compiled for, read from a toml file beside this module."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Set
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from k3c.errors import ConfigError, DeviceFault
+
+FOLDER = Path(__file__).parent
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device: what its kernels may use, and its rates for estimates.
+
+    Attributes:
+        name: Name of its toml file.
+        kind: Which driver runs it.
+        arch: Machine architecture, as `platform.machine()` spells it.
+        mcpu: CPU name for the code generator.
+        lanes: f32 elements of a vector register.
+        features: CPU flags that the kernels need, as /proc/cpuinfo spells them, sorted.
+        cores: Cores that the rates below are for.
+        bandwidth_gbs: Memory read bandwidth, GB/s.
+        f32_gflops: Float32 peak, GFLOP/s.
+        memory_bytes: Memory that a plan may use, bytes.
+    """
+
+    name: str
+    kind: str
+    arch: str
+    mcpu: str
+    lanes: int
+    features: tuple[str, ...]
+    cores: int
+    bandwidth_gbs: float
+    f32_gflops: float
+    memory_bytes: int
+
+
+def known_targets() -> tuple[str, ...]:
+    """Return the names that `load_target` takes, sorted."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def load_target(name: str, flags: Set[str] | None = None) -> Target:
+    """Read a target.
+
+    Args:
+        name: A target's name; `cpu` means the best that this machine can run.
+        flags: CPU feature flags of this machine; read from /proc/cpuinfo when None.
+
+    Raises:
+        ConfigError: The name is unknown; the message lists the known ones.
+        DeviceFault: `cpu` on a machine without AVX2 and FMA, or whose flags cannot be read.
+    """
+    if name not in known_targets():
+        known = ", ".join(known_targets())
+        raise ConfigError(f"unknown target {name!r}", "--target", f"known targets: {known}")
+    data = _read(name)
+    if "one_of" not in data:
+        return _target(name, data)
+    return _best_of(data["one_of"], machine_flags() if flags is None else flags)
+
+
+def machine_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """Return this machine's CPU feature flags.
+
+    Raises:
+        DeviceFault: The file is missing or has no line of flags.
+    """
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError as exc:
+        raise DeviceFault(f"CPU flags cannot be read: {exc.strerror}", str(cpuinfo)) from exc
+    for line in lines:
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    raise DeviceFault("no line of CPU flags", str(cpuinfo), "k3c runs on x86-64 CPUs with AVX2")
+
+
+def _best_of(names: list[str], flags: Set[str]) -> Target:
+    candidates = [_target(name, _read(name)) for name in names]
+    for target in candidates:
+        if flags >= set(target.features):
+            return target
+    missing = ", ".join(f for f in candidates[-1].features if f not in flags)
+    what = f"this CPU lacks {missing}, which {candidates[-1].name} needs"
+    raise DeviceFault(what, "--target cpu", "use a CPU with AVX2 and FMA, or name a target")
+
+
+def _read(name: str) -> dict[str, Any]:
+    with (FOLDER / f"{name}.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def _target(name: str, data: dict[str, Any]) -> Target:
+    expected = {f.name for f in fields(Target)} - {"name"}
+    assert data.keys() == expected, f"{name}.toml: keys {sorted(data)}, need {sorted(expected)}"
+    values: dict[str, Any] = {**data, "name": name, "features": tuple(sorted(data["features"]))}
+    return Target(**values)
