@@ -1,1 +1,1 @@
-"""From the PyTorch model to the IR: custom ops and the importer."""
+"""From the PyTorch modules to the IR: `k3c::` ops, torch.export per block kind, the importer."""
