@@ -1,6 +1,7 @@
-"""The command line: verbs only. Each verb imports what it needs when it runs and calls one function.
+"""The command line: verbs only. Each verb imports what it needs and calls one function.
 
-Exit codes: 0 ok, 2 wrong request, 3 does not fit, 4 damaged or foreign data, 5 environment, 1 our fault.
+Exit codes: 0 ok, 2 wrong request, 3 does not fit, 4 damaged or foreign data, 5 environment,
+1 our own fault.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from k3c import __version__
 from k3c.errors import ConfigError, DeviceFault, K3CError
+
+if TYPE_CHECKING:
+    from k3c.runtime.request import SamplingOptions
 
 app = typer.Typer(
     name="k3c",
@@ -123,9 +127,14 @@ def generate(
 ) -> None:
     """Continue a prompt; text streams as it is generated."""
     from k3c.generation import GenerateOptions, generate
-    from k3c.runtime.request import Sampling
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    sampling: SamplingOptions = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+    }
     options = GenerateOptions(prompt, tokens, max_tokens, top_logprobs, as_json, sampling)
     generate(artifact, options)
 

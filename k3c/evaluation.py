@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import k3c
 from k3c.errors import ConfigError, DeviceFault
-from k3c.token_files import open_tokenizer, read_token_lists
+from k3c.token_files import read_token_lists
 
 if TYPE_CHECKING:
     from k3c.runtime.engine import Engine
@@ -45,8 +45,7 @@ def evaluate(artifact: Path, text: Path | None, tokens: Path | None, as_json: bo
 
 
 def _encode(engine: Engine, text: Path | None) -> list[int]:
-    tokenizer = open_tokenizer(engine)
-    if tokenizer is None:
+    if engine.tokenizer is None:
         raise ConfigError("the artifact has no tokenizer", "--text", "give ids with --tokens")
     assert text is not None, "exactly one source is given"
-    return tokenizer.encode(text.read_text(encoding="utf-8"))
+    return engine.tokenizer.encode(text.read_text(encoding="utf-8"))

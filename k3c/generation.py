@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import k3c
 from k3c.errors import ConfigError, DeviceFault
-from k3c.runtime.request import Sampling
-from k3c.token_files import open_tokenizer, read_token_lists
+from k3c.token_files import read_token_lists
 
 if TYPE_CHECKING:
     from k3c.runtime.engine import Engine
     from k3c.runtime.events import Event
+    from k3c.runtime.request import SamplingOptions
     from k3c.runtime.server.wire.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -29,7 +29,7 @@ class GenerateOptions:
     max_tokens: int
     top_logprobs: int
     as_json: bool
-    sampling: Sampling
+    sampling: SamplingOptions
 
 
 @dataclass
@@ -67,10 +67,9 @@ def generate(artifact: Path, options: GenerateOptions) -> None:
     start_s = time.monotonic()
     engine = k3c.load(artifact)
     load_s = time.monotonic() - start_s
-    tokenizer = open_tokenizer(engine)
-    prompts = _prompts(options, tokenizer)
+    prompts = _prompts(options, engine.tokenizer)
     stream = len(prompts) == 1 and not options.as_json
-    outputs, timings = _run(engine, prompts, options, _Printer(tokenizer, stream))
+    outputs, timings = _run(engine, prompts, options, _Printer(engine.tokenizer, stream))
     timings["load_s"] = round(load_s, 6)
     if options.as_json:
         print(json.dumps({"requests": [asdict(o) for o in outputs], "timings": timings}))
@@ -94,7 +93,7 @@ class _Printer:
         if self._tokenizer is None:
             return ""
         decoder = self._decoders.setdefault(event.request_id, self._tokenizer.stream())
-        silent = event.finish_reason in ("stop", "error")
+        silent = event.token_id is None or event.finish_reason == "stop"
         text = "" if silent else decoder.push(event.token_id)
         text += decoder.finish() if event.finish_reason else ""
         if self._stream and text:
@@ -106,7 +105,7 @@ def _record(output: Output, event: Event, text: str) -> None:
     """Add one event to a request's output."""
     output.finish_reason = event.finish_reason or ""
     output.text += text
-    if event.finish_reason != "error":
+    if event.token_id is not None:
         output.token_ids.append(event.token_id)
         output.top_logprobs.extend([list(event.top_logprobs)] if event.top_logprobs else [])
 
@@ -114,8 +113,8 @@ def _record(output: Output, event: Event, text: str) -> None:
 def _run(
     engine: Engine, prompts: list[list[int]], options: GenerateOptions, printer: _Printer
 ) -> tuple[list[Output], dict[str, float]]:
-    limits = (options.max_tokens, options.sampling, options.top_logprobs)
-    outputs = {engine.add(p, *limits): Output(list(p)) for p in prompts}
+    limits = {"max_tokens": options.max_tokens, "top_logprobs": options.top_logprobs}
+    outputs = {engine.add(p, **limits, **options.sampling): Output(list(p)) for p in prompts}
     start_s = time.monotonic()
     first_s = None
     while engine.has_work:

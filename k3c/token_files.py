@@ -1,25 +1,11 @@
-"""Where a command's tokens come from: a user's JSON file, or the artifact's tokenizer."""
+"""Read a user's file of prompts: a JSON list of lists of token ids."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from k3c.errors import ConfigError, ParseError
-
-if TYPE_CHECKING:
-    from k3c.runtime.engine import Engine
-    from k3c.runtime.server.wire.tokenizer import Tokenizer
-
-
-def open_tokenizer(engine: Engine) -> Tokenizer | None:
-    """Return the tokenizer that the engine's artifact carries, or None where the model has none."""
-    if not engine.manifest.model.has_tokenizer:
-        return None
-    from k3c.runtime.server.wire.tokenizer import Tokenizer
-
-    return Tokenizer.open(engine.directory / "tokenizer")
 
 
 def read_token_lists(path: Path) -> list[list[int]]:
