@@ -5,8 +5,7 @@ All arguments are bound when an executor is made; `run` allocates nothing.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from k3c.artifact import SPACES, Arg, Buffer, Command, Kernel, LayerCall, Plan
@@ -40,9 +39,8 @@ class EntryExecutor:
         Raises:
             ArtifactError: The entry function is missing.
         """
-        self._driver, self._label = driver, f"bucket {plan.bucket.name}"
-        self._function = driver.function(plan.entry, [ctypes.c_void_p] * len(SPACES))
-        self._args = tuple(addresses[space] or None for space in SPACES)
+        args = [(TYPE_OPAQUE_POINTER, addresses[space]) for space in SPACES]
+        self._call = driver.packed_call(plan.entry, args, f"bucket {plan.bucket.name}")
 
     def run(self) -> None:
         """Run the step once.
@@ -50,9 +48,7 @@ class EntryExecutor:
         Raises:
             DeviceFault: A launch failed.
         """
-        code = self._function(*self._args)
-        if code:
-            self._driver.raise_fault(code, self._label)
+        self._call()
 
 
 class CommandExecutor:
@@ -63,7 +59,7 @@ class CommandExecutor:
         driver: CpuDriver,
         plan: Plan,
         addresses: Mapping[str, int],
-        kernels: Mapping[str, Kernel],
+        kernels: Iterable[Kernel],
     ) -> None:
         """Bind every launch of every layer.
 
@@ -71,20 +67,20 @@ class CommandExecutor:
             driver: Has the kernel libraries open.
             plan: The plan.
             addresses: First byte of each space.
-            kernels: The manifest's kernels by key.
+            kernels: The manifest's kernels; commands name them by symbol.
 
         Raises:
             ArtifactError: A command names a kernel, buffer or attribute that is not there.
         """
-        buffers = {b.id: b for b in plan.buffers}
+        buffers, symbols = {b.id: b for b in plan.buffers}, {k.symbol for k in kernels}
         self._calls: list[Callable[[], None]] = []
         for call in plan.calls:
             resolve = _Resolver(call, buffers, addresses)
             for command in plan.commands[call.graph]:
                 label = f"{plan.bucket.name}, {call.graph} layer {call.layer}, {command.label}"
-                symbol = _kernel(kernels, command, label).symbol
+                _check_launch(command, symbols, label)
                 args = [resolve.arg(arg, label) for arg in command.args]
-                self._calls.append(driver.packed_call(symbol, args, label))
+                self._calls.append(driver.packed_call(command.kernel, args, label))
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -99,11 +95,10 @@ class CommandExecutor:
             call()
 
 
-def _kernel(kernels: Mapping[str, Kernel], command: Command, label: str) -> Kernel:
-    if command.kind != "launch" or command.kernel not in kernels:
+def _check_launch(command: Command, symbols: set[str], label: str) -> None:
+    if command.kind != "launch" or command.kernel not in symbols:
         found = f"{command.kind} {command.kernel!r}"
         raise ArtifactError(f"command {found}, expected a launch of a known kernel", label)
-    return kernels[command.kernel]
 
 
 class _Resolver:

@@ -148,6 +148,6 @@ def _bind(
     addresses = {space: m.address for space, m in memory.items()}
     io = StepIo(plan, memory["io"].array)
     if options.executor == "command":
-        kernels = {kernel.key: kernel for kernel in manifest.kernels}
-        return LoadedBucket(plan, io, CommandExecutor(driver, plan, addresses, kernels))
+        executor = CommandExecutor(driver, plan, addresses, manifest.kernels)
+        return LoadedBucket(plan, io, executor)
     return LoadedBucket(plan, io, EntryExecutor(driver, plan, addresses))
