@@ -93,8 +93,9 @@ class _Printer:
         if self._tokenizer is None:
             return ""
         decoder = self._decoders.setdefault(event.request_id, self._tokenizer.stream())
-        silent = event.token_id is None or event.finish_reason == "stop"
-        text = "" if silent else decoder.push(event.token_id)
+        text = ""
+        if event.token_id is not None and event.finish_reason != "stop":
+            text = decoder.push(event.token_id)
         text += decoder.finish() if event.finish_reason else ""
         if self._stream and text:
             print(text, end="", flush=True)
@@ -113,8 +114,11 @@ def _record(output: Output, event: Event, text: str) -> None:
 def _run(
     engine: Engine, prompts: list[list[int]], options: GenerateOptions, printer: _Printer
 ) -> tuple[list[Output], dict[str, float]]:
-    limits = {"max_tokens": options.max_tokens, "top_logprobs": options.top_logprobs}
-    outputs = {engine.add(p, **limits, **options.sampling): Output(list(p)) for p in prompts}
+    outputs: dict[int, Output] = {}
+    for prompt in prompts:
+        count, sampling = options.top_logprobs, options.sampling
+        request = engine.add(prompt, options.max_tokens, top_logprobs=count, **sampling)
+        outputs[request] = Output(list(prompt))
     start_s = time.monotonic()
     first_s = None
     while engine.has_work:
