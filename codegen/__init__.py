@@ -1,0 +1,1 @@
+"""Kernels: templates, their keys, and how they become one shared object."""

@@ -1,0 +1,1 @@
+"""Kernel templates, one folder per backend."""
