@@ -1,0 +1,239 @@
+"""Writes an artifact: a temporary directory beside the destination, renamed when it is complete.
+
+A reader never sees half an artifact, and the bytes depend on the content alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from k3c.artifact import WEIGHTS_DATA_START, Manifest, Member, Plan, to_json
+from k3c.artifact_dir import (
+    MANIFEST_FILE,
+    MAX_JSON_BYTES,
+    MEMBER_NAME,
+    WEIGHTS_FILE,
+    check_manifest,
+    plan_file,
+    weights_header,
+)
+from k3c.errors import ConfigError, DeviceFault
+
+_CHUNK_BYTES = 1 << 22
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class MemberWriter:
+    """Writes one member in order, hashing as it goes; made by `ArtifactWriter`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._hash = file, hashlib.sha256()
+        self.nbytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        self._file.write(data)
+        self._hash.update(data)
+        self.nbytes += memoryview(data).nbytes
+
+    def close(self) -> Member:
+        """Flush the file to the disk and return its size and hash."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return Member(self.nbytes, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Close the file without recording it."""
+        # Closing flushes: on a full disk that fails again, and the first failure is to be told.
+        with suppress(OSError):
+            self._file.close()
+
+
+class WeightsWriter:
+    """Streams packed weights in ascending order of offset; gaps become zero bytes."""
+
+    def __init__(self, member: MemberWriter, total_bytes: int) -> None:
+        self._member, self._total_bytes = member, total_bytes
+        member.write(weights_header(total_bytes))
+
+    @property
+    def position(self) -> int:
+        """Next data byte, counted from the start of space weights."""
+        return self._member.nbytes - WEIGHTS_DATA_START
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        """Write one packed weight.
+
+        Args:
+            offset: Its first byte in space weights; not before `position`.
+            data: u8[...], its packed bytes.
+        """
+        assert offset >= self.position, f"weight at {offset}, {self.position} is written already"
+        self._fill(offset)
+        self._member.write(data)
+        assert self.position <= self._total_bytes, f"{self.position} B, planned {self._total_bytes}"
+
+    def close(self) -> Member:
+        """Fill to the planned size and return the member's size and hash."""
+        self._fill(self._total_bytes)
+        return self._member.close()
+
+    def _fill(self, offset: int) -> None:
+        while self.position < offset:
+            self._member.write(bytes(min(offset - self.position, _CHUNK_BYTES)))
+
+
+class ArtifactWriter:
+    """Makes an artifact; use as a context manager and end with `finish`.
+
+    Whatever ends the block before `finish` removes everything written; a full disk becomes a
+    `DeviceFault`.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        """Check the destination; nothing is written yet.
+
+        Raises:
+            ConfigError: The destination exists, or its parent does not.
+        """
+        self.destination = destination
+        self._members: dict[str, Member] = {}
+        self._open: list[MemberWriter] = []
+        self._refuse_existing()
+        if not destination.parent.is_dir():
+            what = "the folder to make the artifact in does not exist"
+            raise ConfigError(what, str(destination.parent), "make it first")
+
+    def __enter__(self) -> ArtifactWriter:
+        with _disk_faults(self.destination):
+            parent = self.destination.parent
+            self._root = Path(tempfile.mkdtemp(prefix=f".{self.destination.name}.", dir=parent))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        for member in self._open:
+            member.abandon()
+        # Gone already where `finish` renamed it.
+        shutil.rmtree(self._root, ignore_errors=True)
+        if isinstance(exc, OSError) and exc.errno in _FULL:
+            raise _full_disk(exc, self.destination) from exc
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        """Add a member."""
+        member = self._start(name)
+        member.write(data)
+        self._members[name] = member.close()
+
+    def add_text(self, name: str, text: str) -> None:
+        """Add a member of UTF-8 text."""
+        self.add_bytes(name, text.encode())
+
+    def add_file(self, name: str, source: Path) -> None:
+        """Add a copy of a file."""
+        member = self._start(name)
+        with source.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                member.write(chunk)
+        self._members[name] = member.close()
+
+    def add_plan(self, plan: Plan) -> None:
+        """Add a bucket's plan."""
+        self.add_text(plan_file(plan.bucket.name), to_json(plan))
+
+    def start_weights(self, total_bytes: int) -> WeightsWriter:
+        """Begin the weights file; end it with `end_weights`."""
+        return WeightsWriter(self._start(WEIGHTS_FILE), total_bytes)
+
+    def end_weights(self, writer: WeightsWriter) -> None:
+        """Record the finished weights file."""
+        self._members[WEIGHTS_FILE] = writer.close()
+
+    def finish(self, manifest: Manifest) -> Manifest:
+        """Write the manifest last, and rename the directory into place.
+
+        Args:
+            manifest: Its `members` are replaced by what was added.
+
+        Returns:
+            The manifest as written.
+
+        Raises:
+            ConfigError: The destination has come to exist meanwhile.
+        """
+        done = replace(manifest, members=dict(sorted(self._members.items())))
+        check_manifest(done, str(self.destination))
+        self._write_manifest(to_json(done))
+        self._refuse_existing()
+        # mkdtemp makes the directory private; an artifact is as public as its owner's umask says.
+        umask = os.umask(0)
+        os.umask(umask)
+        self._root.chmod(0o777 & ~umask)
+        for folder in (self._root, *(p for p in self._root.rglob("*") if p.is_dir())):
+            _sync(folder)
+        self._root.rename(self.destination)
+        _sync(self.destination.parent)
+        return done
+
+    def _write_manifest(self, text: str) -> None:
+        data = text.encode()
+        assert len(data) <= MAX_JSON_BYTES, f"manifest has {len(data)} B, limit {MAX_JSON_BYTES}"
+        member = self._create(MANIFEST_FILE)
+        member.write(data)
+        member.close()
+
+    def _start(self, name: str) -> MemberWriter:
+        assert MEMBER_NAME.fullmatch(name), f"member name {name!r} is not allowed"
+        assert name not in (MANIFEST_FILE, *self._members), f"member {name} is added twice"
+        return self._create(name)
+
+    def _create(self, name: str) -> MemberWriter:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        member = MemberWriter(path.open("xb"))
+        self._open.append(member)
+        return member
+
+    def _refuse_existing(self) -> None:
+        # lexists, so that a dangling link counts too.
+        if os.path.lexists(self.destination):
+            raise ConfigError("output exists", str(self.destination), "remove it or name another")
+
+
+def _full_disk(exc: OSError, destination: Path) -> DeviceFault:
+    what = f"the disk is full: {exc.strerror}"
+    return DeviceFault(what, str(destination), "free space; nothing was left behind")
+
+
+@contextmanager
+def _disk_faults(destination: Path) -> Iterator[None]:
+    """Turn the failure to make a directory into an error that says which."""
+    try:
+        yield
+    except PermissionError as exc:
+        raise ConfigError("the folder may not be written", str(destination.parent)) from exc
+    except OSError as exc:
+        if exc.errno in _FULL:
+            raise _full_disk(exc, destination) from exc
+        raise DeviceFault(f"cannot write: {exc.strerror}", str(destination.parent)) from exc
+
+
+def _sync(folder: Path) -> None:
+    """Put a directory's own entries on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
