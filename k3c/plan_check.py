@@ -77,7 +77,7 @@ def check_together(plans: Sequence[Plan]) -> list[Finding]:
 
 
 def lower_bound_bytes(plan: Plan) -> int:
-    """Return the largest set of arena bytes that is live at one command, each rounded to its align."""
+    """Return the largest set of arena bytes live at one command, each rounded to its alignment."""
     spans, most = _spans(plan), 0
     for graph, commands in plan.commands.items():
         arena = [b for b in plan.buffers if b.space == "arena" and b.graph == graph]
