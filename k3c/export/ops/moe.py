@@ -65,13 +65,14 @@ def grouped_linear(x: Tensor, packed: Tensor, scale: Tensor, experts: Tensor) ->
         A[T, k, N].
     """
     rows = x[:, None].expand(-1, experts.shape[1], -1) if x.dim() == 2 else x
-    out = x.new_zeros((*experts.shape, packed.shape[1]))
-    for expert in experts.unique().tolist():
-        chosen = experts == expert
-        wide = internal(rows[chosen])
-        weight = dequantize(packed[expert], scale[expert], wide.dtype)
-        out[chosen] = (wide @ weight.mT).to(x.dtype)
-    return out
+    flat, wide = experts.flatten().long(), internal(rows).flatten(0, 1)
+    used, counts = flat.unique(return_counts=True)
+    weights = dequantize(packed[used], scale[used], wide.dtype)
+    order = flat.argsort(stable=True)
+    groups = zip(wide[order].split(counts.tolist()), weights, strict=True)
+    out = torch.empty((len(flat), packed.shape[1]), dtype=x.dtype, device=x.device)
+    out[order] = torch.cat([group @ weight.mT for group, weight in groups]).to(x.dtype)
+    return out.unflatten(0, experts.shape)
 
 
 @define(
