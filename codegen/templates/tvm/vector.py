@@ -1,0 +1,147 @@
+"""Vector arithmetic that kernels share: bf16 as bits, exp, tanh, sigmoid, SiTU.
+
+Plain Python functions that return TIR expressions; they may be called from TVMScript and from
+builder code. A bf16 value is kept as its bits, in uint16 buffers. The functions of the target's
+math library are not used: TVM calls them lane by lane. Errors below are relative, against float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx.script import builder as B
+
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2 beyond float32
+_LOG2_E = 1.4426950408889634
+_EXP_LOW, _EXP_HIGH = -87.0, 88.0  # outside, 2^k is not a normal float32
+_EXPONENT_BITS, _EXPONENT_BIAS = 23, 127
+_HALF_BELOW = 0x7FFF  # one less than half a unit in bf16's last place
+_QUIET_NAN = 0x7FC0
+_SIGN, _MAGNITUDE = 0x80000000, 0x7FFFFFFF
+
+
+def storage(act: str) -> str:
+    """Return the buffer dtype of IR dtype `act`: bf16 is kept as its bits."""
+    return "uint16" if act == "bf16" else "float32"
+
+
+def splat(value: Any, lanes: int) -> Any:
+    """Return a scalar in every lane; a Python number becomes f32."""
+    scalar = T.float32(value) if isinstance(value, int | float) else value
+    return scalar if lanes == 1 else T.broadcast(scalar, lanes)
+
+
+def bits(value: int, lanes: int) -> Any:
+    """Return a uint32 in every lane."""
+    return T.uint32(value) if lanes == 1 else T.broadcast(T.uint32(value), lanes)
+
+
+def span(start: Any, lanes: int) -> Any:
+    """Return the index of `lanes` consecutive elements from `start`."""
+    return start if lanes == 1 else T.ramp(start, 1, lanes)
+
+
+def typed(dtype: str, lanes: int) -> str:
+    """Return the TIR name of a vector type."""
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def put(buffer: Any, value: Any, *index: Any) -> None:
+    """Store into a buffer, in builder code."""
+    B.buffer_store(buffer, value, list(index))
+
+
+def widen(loaded: Any, act: str, lanes: int) -> Any:
+    """Return loaded activations as f32 lanes."""
+    if act == "f32":
+        return loaded
+    wide = T.Cast(typed("uint32", lanes), loaded) << bits(16, lanes)
+    return T.reinterpret(typed("float32", lanes), wide)
+
+
+def narrow(value: Any, act: str, lanes: int) -> Any:
+    """Return f32 lanes as activations to store: nearest, ties to even; NaN stays NaN."""
+    if act == "f32":
+        return value
+    x = T.bind(value)
+    u = T.bind(T.reinterpret(typed("uint32", lanes), x))
+    odd = (u >> bits(16, lanes)) & bits(1, lanes)
+    nearest = (u + (bits(_HALF_BELOW, lanes) + odd)) >> bits(16, lanes)
+    kept = T.Select(x == x, nearest, bits(_QUIET_NAN, lanes))
+    return T.Cast(typed("uint16", lanes), kept)
+
+
+def rounded(value: Any, act: str, lanes: int) -> Any:
+    """Return f32 lanes rounded to the activation dtype and widened again."""
+    return value if act == "f32" else widen(narrow(value, act, lanes), act, lanes)
+
+
+def exp(value: Any, lanes: int) -> Any:
+    """Return exp of f32 lanes (error below 2e-7); NaN passes, x is held in [-87, 88]."""
+    power, part = _exp_parts(value, lanes)
+    return T.bind(power * part + power)
+
+
+def expm1(value: Any, lanes: int) -> Any:
+    """Return exp(x) - 1 of f32 lanes, exact to rounding near 0."""
+    power, part = _exp_parts(value, lanes)
+    return T.bind(power * part + (power - splat(1.0, lanes)))
+
+
+def sigmoid(value: Any, lanes: int) -> Any:
+    """Return the logistic function of f32 lanes (error below 5e-7)."""
+    one = splat(1.0, lanes)
+    return T.bind(one / (one + exp(splat(0.0, lanes) - value, lanes)))
+
+
+def tanh(value: Any, lanes: int) -> Any:
+    """Return tanh of f32 lanes (error below 5e-7, also near 0)."""
+    u = T.bind(T.reinterpret(typed("uint32", lanes), value))
+    sign = u & bits(_SIGN, lanes)
+    size = T.reinterpret(typed("float32", lanes), u & bits(_MAGNITUDE, lanes))
+    # Past 15, tanh is 1 in float32; the bound keeps expm1 finite. NaN passes the comparison.
+    held = T.bind(T.Select(size > splat(15.0, lanes), splat(15.0, lanes), size))
+    e = expm1(held + held, lanes)
+    positive = T.bind(e / (e + splat(2.0, lanes)))
+    signed = T.reinterpret(typed("uint32", lanes), positive) | sign
+    return T.bind(T.reinterpret(typed("float32", lanes), signed))
+
+
+def situ(gate: Any, up: Any, beta: float, linear_beta: float | str, lanes: int) -> Any:
+    """Return beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta) of f32 lanes."""
+    g = T.bind(gate)
+    u = T.bind(up)
+    if not isinstance(linear_beta, str):
+        cap = splat(linear_beta, lanes)
+        u = T.bind(cap * tanh(u / cap, lanes))
+    b = splat(beta, lanes)
+    return T.bind(b * tanh(g / b, lanes) * sigmoid(g, lanes) * u)
+
+
+def horizontal_sum(buffer: Any, start: int, lanes: int) -> Any:
+    """Return the sum of `lanes` (a power of two) elements of a 1-d f32 buffer, as a tree."""
+    terms = [buffer[start + i] for i in range(lanes)]
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [a + b for a, b in zip(terms[:half], terms[half:], strict=True)]
+    return T.bind(terms[0])
+
+
+def _exp_parts(value: Any, lanes: int) -> tuple[Any, Any]:
+    """Return s = 2^k and p with exp(x) = s + s p, |p| < 0.42."""
+    x = T.bind(value)
+    x = T.bind(T.Select(x < splat(_EXP_LOW, lanes), splat(_EXP_LOW, lanes), x))
+    x = T.bind(T.Select(x > splat(_EXP_HIGH, lanes), splat(_EXP_HIGH, lanes), x))
+    k = T.bind(T.nearbyint(x * splat(_LOG2_E, lanes)))
+    r = T.bind((x - k * splat(_LN2_HIGH, lanes)) - k * splat(_LN2_LOW, lanes))
+    word = typed("int32", lanes)
+    bias, shift = T.int32(_EXPONENT_BIAS), T.int32(_EXPONENT_BITS)
+    if lanes > 1:
+        bias, shift = T.broadcast(bias, lanes), T.broadcast(shift, lanes)
+    power = T.reinterpret(typed("float32", lanes), (T.Cast(word, k) + bias) << shift)
+    # Taylor terms of expm1 up to r^7: the next is below 2e-8 of r for |r| <= ln 2 / 2.
+    part = splat(1 / 5040, lanes)
+    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0):
+        part = T.bind(part * r + splat(factor, lanes))
+    return T.bind(power), T.bind(part * r)
