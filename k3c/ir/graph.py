@@ -72,7 +72,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A body in execution order; `outputs` names the carry, state or io value each result becomes."""
+    """A body in execution order; `outputs` names the carry, state or io value a result becomes."""
 
     name: str
     inputs: tuple[Input, ...]

@@ -38,7 +38,7 @@ DTYPES: Mapping[str, DType] = {d.name: d for d in (F64, F32, BF16, I64, I32, U8,
 
 @dataclass(frozen=True)
 class SymDim:
-    """A symbolic dimension with an inclusive range; `hi` None means unbounded (an error to plan)."""
+    """A symbolic dimension with an inclusive range; `hi` None: unbounded (an error to plan)."""
 
     name: str
     lo: int
@@ -84,9 +84,7 @@ class TensorType:
 
     def bind(self, dims: Mapping[str, int]) -> TensorType:
         """Return this type with the symbolic dimensions in `dims` replaced by integers."""
-        shape = tuple(
-            dims.get(d.name, d) if isinstance(d, SymDim) else d for d in self.shape
-        )
+        shape = tuple(dims.get(d.name, d) if isinstance(d, SymDim) else d for d in self.shape)
         return replace(self, shape=shape)
 
     @property
@@ -98,7 +96,9 @@ class TensorType:
         """
         for dim in self.shape:
             if isinstance(dim, SymDim):
-                raise PlanError(f"dimension {dim.name} is not bound", str(self), "bind it in the bucket")
+                raise PlanError(
+                    f"dimension {dim.name} is not bound", str(self), "bind it in the bucket"
+                )
         return tuple(d for d in self.shape if isinstance(d, int))
 
     @property

@@ -1,0 +1,1 @@
+"""The intermediate representation: types, graphs, ops, text form, verifier and rewriter."""
