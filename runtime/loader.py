@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from k3c.plan_check import require
-
 from k3c import artifact_dir
 from k3c.artifact import SPACES, Manifest, Plan
 from k3c.errors import ArtifactError
-from k3c.runtime.driver.cpu import CpuDriver, Memory, allocate, map_weights
+from k3c.plan_check import check_together, require
+from k3c.runtime.driver.cpu import LIBRARIES, CpuDriver, Memory, allocate, map_weights
 from k3c.runtime.driver.cpu_features import check_machine, machine_features
 from k3c.runtime.executor import CommandExecutor, EntryExecutor, Executor
 from k3c.runtime.step_io import StepIo
+
+LIBRARY_FOLDER = "lib"  # the TVM C libraries
+TOKENIZER_FOLDER = "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class LoadOptions:
     """How to open an artifact.
 
     Attributes:
-        verify: "full" hashes every member; "quick" checks sizes, and hashes all but the weights.
+        verify: "full" hashes every member; "quick" all but very large weights.
         executor: "entry" calls one function per step; "command" makes every launch from here.
     """
 
@@ -105,7 +107,7 @@ def load_artifact(directory: Path, options: LoadOptions) -> Loaded:
         driver = _open_driver(directory, manifest)
     with clock.phase("bind"):
         buckets = {p.bucket.name: _bind(p, memory, driver, manifest, options) for p in plans}
-    tokenizer = directory / "tokenizer" if manifest.model.has_tokenizer else None
+    tokenizer = directory / TOKENIZER_FOLDER if manifest.model.has_tokenizer else None
     return Loaded(directory, manifest, buckets, memory, tokenizer, clock.seconds)
 
 
@@ -122,19 +124,26 @@ def _read_plans(directory: Path, manifest: Manifest) -> list[Plan]:
         plans.append(plan)
     if not plans:
         raise ArtifactError("no buckets", str(directory), "compile again")
+    for finding in check_together(plans):
+        raise ArtifactError(f"{finding.rule}: {finding.message}", str(directory), "compile again")
     return plans
 
 
 def _make_memory(directory: Path, manifest: Manifest) -> dict[str, Memory]:
     """Map the weights and allocate the other spaces, each with exactly its planned bytes."""
     sizes = {space: manifest.space_bytes.get(space, 0) for space in SPACES}
-    weights = map_weights(directory / "weights.safetensors", sizes.pop("weights"))
+    weights = map_weights(directory / artifact_dir.WEIGHTS_FILE, sizes.pop("weights"))
     return {"weights": weights, **{space: allocate(space, n) for space, n in sizes.items()}}
 
 
 def _open_driver(directory: Path, manifest: Manifest) -> CpuDriver:
+    for name in LIBRARIES:
+        if f"{LIBRARY_FOLDER}/{name}" not in manifest.members:
+            raise ArtifactError(
+                f"{LIBRARY_FOLDER}/{name} is missing", str(directory), "compile again"
+            )
     binaries = sorted({kernel.binary for kernel in manifest.kernels})
-    return CpuDriver(directory / "lib", [directory / name for name in binaries])
+    return CpuDriver(directory / LIBRARY_FOLDER, [directory / name for name in binaries])
 
 
 def _bind(

@@ -59,8 +59,9 @@ def top_logprobs(logits: npt.NDArray[np.float32], count: int) -> TopLogprobs:
     if count == 0:
         return ()
     exact = logits.astype(np.float64)
-    peak = exact.max()
-    log_sum = peak + np.log(np.exp(exact - peak).sum())
+    # Taken from the peak first: a large logit would swallow the logarithm of the sum.
+    exact -= exact.max()
+    log_sum = np.log(np.exp(exact).sum())
     threshold = np.partition(exact, len(exact) - count)[len(exact) - count]
     candidates = np.flatnonzero(exact >= threshold)
     order = candidates[np.argsort(-exact[candidates], kind="stable")][:count]

@@ -69,7 +69,9 @@ def test_both_executors_give_equal_bits(driver, memory):
 
 
 def test_a_failing_launch_raises_with_the_kernels_own_words(driver):
-    call = driver.packed_call("scale", [(TYPE_INT, 1)], "prefill.t16, kda_moe layer 3, y = scale(x)")
+    call = driver.packed_call(
+        "scale", [(TYPE_INT, 1)], "prefill.t16, kda_moe layer 3, y = scale(x)"
+    )
     with pytest.raises(DeviceFault, match="TypeError: scale takes x, y, rows, add") as caught:
         call()
     assert "kda_moe layer 3" in caught.value.message

@@ -1,4 +1,4 @@
-"""A kernel library written in C with the ABI of the compiled kernels: tests the driver without TVM."""
+"""A kernel library in C with the ABI of the compiled kernels: tests the driver without TVM."""
 
 from __future__ import annotations
 
