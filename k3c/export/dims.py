@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from k3c.errors import ExportError
@@ -72,6 +73,37 @@ class DimTable:
                 "the model's code compares this size with a constant; remove that",
             )
 
+    def check_guards(self, guards: Iterable[Any]) -> None:
+        """Refuse conditions on sizes that tracing took for granted.
+
+        Two inputs that share a dimension leave `Eq(s1, s2)`. Anything else means that the program
+        is one side of a branch, and other sizes would silently run the wrong side.
+
+        Args:
+            guards: Relations of the program's shape environment.
+
+        Raises:
+            ExportError: A condition is more than the equality of one dimension with itself.
+        """
+        same: dict[str, set[str]] = {symbol: {symbol} for symbol in self.by_symbol}
+        for guard in guards:
+            symbols = [str(side) for side in guard.args]
+            if type(guard).__name__ != "Equality" or not all(a.is_Symbol for a in guard.args):
+                raise self._condition(guard)
+            merged = set[str]().union(*(same.get(s, {s}) for s in symbols))
+            if len({self.by_symbol[s] for s in merged if s in self.by_symbol}) > 1:
+                raise self._condition(guard)
+            same |= dict.fromkeys(merged, merged)
+
+    def _condition(self, guard: Any) -> ExportError:
+        hint = "the model's code branches on a size; remove that"
+        return ExportError(f"the program holds only where {self._named(guard)}", self.graph, hint)
+
+    def _named(self, expression: Any) -> str:
+        """Return an expression with the module's names in place of torch's symbols."""
+        names = {symbol: dim.name for symbol, dim in self.by_symbol.items()}
+        return re.sub(r"s\d+", lambda m: names.get(m[0], m[0]), str(expression))
+
     def lookup(self, size: Any, name: str) -> Dim:
         """Return the dimension of one axis of an intermediate tensor.
 
@@ -81,8 +113,6 @@ class DimTable:
         if isinstance(size, int):
             return size
         if str(size) not in self.by_symbol:
-            text = str(size)
-            for symbol, dim in self.by_symbol.items():
-                text = text.replace(symbol, dim.name)
-            raise ExportError(f"size {text} is no dimension of the module", f"{self.graph}, {name}")
+            what = f"size {self._named(size)} is no dimension of the module"
+            raise ExportError(what, f"{self.graph}, {name}")
         return self.by_symbol[str(size)]

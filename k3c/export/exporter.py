@@ -195,6 +195,8 @@ def _trace(
     except K3CError:
         raise
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        what = f"torch.export refuses the module: {type(error).__name__}: {' '.join(lines[:4])}"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        # torch lists violated conditions as bullets below a headline.
+        reason = next((line[2:] for line in lines if line.startswith("- ")), lines[0])
+        what = f"torch.export refuses the module: {type(error).__name__}: {reason}"
         raise ExportError(what, name, "see --debug for torch's whole message") from error

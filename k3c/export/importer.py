@@ -126,6 +126,7 @@ class _Importer:
             self.inputs.append(Input(value, port.role))
             self.values[node] = value
         self.dims.check_ranges(self.program.range_constraints)
+        self.dims.check_guards(trace.guards(self.program))
         for name, node in zip(self.spec.layer_attrs, user[len(self.spec.ports) :], strict=True):
             self.values[node] = LayerAttr(name)
         for name, node in holders.items():

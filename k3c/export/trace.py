@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 # Frames of torch, of the op wrappers and of one-op modules say nothing about the model.
@@ -19,6 +20,15 @@ def arguments(node: fx.Node) -> list[Any]:
     return list(node.args)
 
 
+def guards(program: torch.export.ExportedProgram) -> list[Any]:
+    """Return the relations between sizes that tracing assumed, as sympy expressions."""
+    for node in program.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None and mode.shape_env is not None:
+            return [guard.expr for guard in mode.shape_env.guards]
+    return []
+
+
 def module_path(node: fx.Node) -> str:
     """Return the path of the module that called the op, such as `self_attn.q_proj`; or ""."""
     stack = node.meta.get("nn_module_stack") or {}
@@ -27,7 +37,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return `file:line` of the innermost model line, relative to the repository; or ""."""
+    """Return `file:line` of the innermost `forward`, relative to the repository; or ""."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     for file, line in reversed(frames):
         if any(part in file for part in _HIDDEN):
