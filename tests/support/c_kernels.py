@@ -64,12 +64,17 @@ def tvm_library_folder(folder: Path) -> Path:
 
 
 def build_kernels(folder: Path, libraries: Path) -> Path:
-    """Compile the library."""
+    """Compile the library of this file."""
+    return compile_c(folder, SOURCE, libraries)
+
+
+def compile_c(folder: Path, text: str, libraries: Path) -> Path:
+    """Compile C text into `folder / "kernels.so"`."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler on the PATH")
     source, made = folder / "kernels.c", folder / "kernels.so"
-    source.write_text(SOURCE)
+    source.write_text(text)
     link = [f"-L{libraries}", "-ltvm_ffi"]
     command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(made), str(source), *link]
     subprocess.run(command, check=True, capture_output=True)
