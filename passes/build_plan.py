@@ -1,0 +1,323 @@
+"""Turn a scheduled module into the plan of its bucket: buffers, commands, calls, io, estimates.
+
+Before: nodes in launch order, each with its template. After: a `k3c.artifact.Plan`, checked by
+`plan_check`. Arguments follow the kernel ABI: operands, results that are not in place, workspace
+where there is one, then the template's scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from k3c.artifact import (
+    ALIGN_BYTES,
+    Arg,
+    Buffer,
+    Command,
+    IoField,
+    LayerCall,
+    Plan,
+    Space,
+)
+from k3c.errors import PassError
+from k3c.ir.graph import Graph, LayerAttr, Module, Node
+from k3c.passes import plan_memory
+from k3c.passes.assign_buffers import Assignment, Boundary, Storage, assign, in_place
+from k3c.passes.schedule import Scheduled
+from k3c.passes.select_kernels import Selected
+from k3c.passes.weight_table import WeightTable
+from k3c.plan_check import require
+from k3c.targets.catalogue import Constant, Template
+from k3c.targets.target import Target
+
+NAME = "build_plan"
+KernelKey = Callable[[Template, Mapping[str, Constant], Target], str]
+STATE_SPACES: tuple[Space, ...] = ("kv_pages", "state_slots")
+IO_DTYPES = ("i32", "i64", "f32")
+
+
+@dataclass(frozen=True)
+class _Body:
+    """One graph's commands, and the scratch that they use: id, bytes, first, last."""
+
+    graph: Graph
+    assignment: Assignment
+    commands: tuple[Command, ...]
+    scratch: Mapping[str, int]
+    spans: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _StateTable:
+    """Where state lies: offsets from the layer's base, the bases, the size of each space."""
+
+    offsets: Mapping[str, int]
+    bases: Mapping[tuple[str, int], Mapping[Space, int]]
+    space_bytes: Mapping[Space, int]
+
+
+def run(scheduled: Scheduled, weights: WeightTable, kernel_key: KernelKey) -> Plan:
+    """Build and check the plan of one bucket.
+
+    Args:
+        scheduled: The bucket's module in launch order.
+        weights: Places of all weights, the same for all buckets.
+        kernel_key: Returns the key of the kernel that a template makes with some constants.
+
+    Raises:
+        PassError: A value is read after it was overwritten, or a carry is lost.
+        PlanError: The plan breaks a rule of the checker.
+    """
+    selected = scheduled.selected
+    module = selected.module
+    boundary = Boundary.of(module, selected.state_spaces)
+    bodies = {g.name: _body(g, boundary, selected, kernel_key) for g in module.graphs}
+    _refuse_lost_carries(module, bodies)
+    steps = _step_storages(bodies)
+    state = _state_table(module, boundary)
+    arena = plan_memory.plan(_problem(bodies, steps))
+    io_offsets, io_bytes = _stack([s for s in steps.values() if s.space == "io"])
+    offsets = {**arena.offsets, **io_offsets}
+    buffers = (
+        *_step_buffers(steps, offsets, bodies),
+        *_own_buffers(bodies, state, weights, offsets),
+    )
+    plan = Plan(
+        bucket=selected.bucket,
+        rank=0,
+        space_bytes={
+            "weights": weights.total_bytes,
+            "arena": arena.height_bytes,
+            "kv_pages": state.space_bytes["kv_pages"],
+            "state_slots": state.space_bytes["state_slots"],
+            "io": io_bytes,
+        },
+        arena_lower_bound_bytes=arena.lower_bound_bytes,
+        buffers=buffers,
+        commands={name: body.commands for name, body in bodies.items()},
+        calls=tuple(_call(c.graph, c.layer, c.attrs, state, weights) for c in module.schedule),
+        io=_io_fields(steps, bodies, boundary),
+        entry=f"step_{selected.bucket.name.replace('.', '_')}",
+        estimates=_estimates(selected),
+    )
+    require(plan)
+    return plan
+
+
+def _body(graph: Graph, boundary: Boundary, selected: Selected, kernel_key: KernelKey) -> _Body:
+    assignment = assign(graph, boundary)
+    scratch = {
+        s.id: s.type.nbytes for s in assignment.storages.values() if s.space == "arena" and s.graph
+    }
+    commands: list[Command] = []
+    for node in graph.nodes:
+        template = selected.template(graph, node)
+        workspace = template.workspace_bytes(node, selected.target)
+        args = _buffer_args(node, assignment)
+        if workspace:
+            args.append(f"{graph.name}.{node.results[0].name}.workspace")
+            scratch[args[-1]] = workspace
+        key = kernel_key(template, template.constants(node, selected.target), selected.target)
+        commands.append(_launch(node, template, key, args, assignment))
+    commands += [_copy(to, source, assignment) for to, source in assignment.copies]
+    return _Body(graph, assignment, tuple(commands), scratch, _spans(commands))
+
+
+def _buffer_args(node: Node, assignment: Assignment) -> list[str]:
+    shared = in_place(node)
+    results = [r for i, r in enumerate(node.results) if i not in shared]
+    return [assignment.owner[value.name] for value in (*node.operands, *results)]
+
+
+def _launch(
+    node: Node, template: Template, key: str, args: list[str], assignment: Assignment
+) -> Command:
+    owner = assignment.owner
+    scalars = tuple(
+        Arg(layer_attr=value.name) if isinstance(value, LayerAttr) else Arg(value=value)
+        for _, value in template.scalars(node)
+    )
+    reads = dict.fromkeys(owner[v.name] for v in node.operands)
+    written = [owner[v.name] for v in node.results]
+    # What is neither an operand nor a result is the workspace.
+    written += [a for a in args if a not in reads and a not in written]
+    return Command(
+        kind="launch",
+        kernel=key,
+        args=(*(Arg(buffer=name) for name in args), *scalars),
+        reads=tuple(reads),
+        writes=tuple(dict.fromkeys(written)),
+        label=f"{node.op} -> %{node.results[0].name}",
+    )
+
+
+def _copy(to: str, source: str, assignment: Assignment) -> Command:
+    nbytes = assignment.storages[to].type.nbytes
+    args = (Arg(buffer=to), Arg(buffer=source), Arg(value=nbytes))
+    return Command("copy", "", args, (source,), (to,), f"copy -> {to}")
+
+
+def _spans(commands: list[Command]) -> dict[str, tuple[int, int]]:
+    spans: dict[str, tuple[int, int]] = {}
+    for index, command in enumerate(commands):
+        for name in (*command.reads, *command.writes):
+            spans[name] = (spans.get(name, (index, 0))[0], index + 1)
+    return spans
+
+
+def _refuse_lost_carries(module: Module, bodies: Mapping[str, _Body]) -> None:
+    """Check that no call reads a carry that an earlier call overwrote without returning it."""
+    lost: dict[str, str] = {}
+    for call in module.schedule:
+        graph, assignment = bodies[call.graph].graph, bodies[call.graph].assignment
+        for item in graph.inputs:
+            if item.value.name in lost:
+                what = f"carry %{item.value.name} was overwritten by {lost[item.value.name]}"
+                raise PassError(what, f"graph {call.graph}, layer {call.layer}", "return it there")
+        for name in assignment.lost:
+            lost[name] = call.graph
+        for name, _ in graph.outputs:
+            lost.pop(name, None)
+
+
+def _step_storages(bodies: Mapping[str, _Body]) -> dict[str, Storage]:
+    """Return the carries and io fields of the module, by id, sorted."""
+    found = {
+        s.id: s for b in bodies.values() for s in b.assignment.storages.values() if not s.graph
+    }
+    return dict(sorted(found.items()))
+
+
+def _problem(bodies: Mapping[str, _Body], steps: Mapping[str, Storage]) -> plan_memory.Problem:
+    """Put the graphs one after another on a time line, under carries that are always live."""
+    items: list[plan_memory.Buffer] = []
+    start = 0
+    for name in sorted(bodies):
+        body = bodies[name]
+        for buffer, nbytes in body.scratch.items():
+            first, last = body.spans[buffer]
+            items.append(plan_memory.Buffer(buffer, nbytes, start + first, start + last))
+        start += max(len(body.commands), 1)
+    items += [
+        plan_memory.Buffer(s.id, s.type.nbytes, 0, start)
+        for s in steps.values()
+        if s.space == "arena"
+    ]
+    return plan_memory.Problem(tuple(items))
+
+
+def _stack(storages: list[Storage]) -> tuple[dict[str, int], int]:
+    """Place buffers one after another; return their offsets and the whole size."""
+    offsets: dict[str, int] = {}
+    cursor = 0
+    for storage in storages:
+        offsets[storage.id] = cursor
+        cursor += -(-storage.type.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return offsets, cursor
+
+
+def _state_table(module: Module, boundary: Boundary) -> _StateTable:
+    """Give every layer its own bytes of state, in schedule order."""
+    offsets: dict[str, int] = {}
+    cursors: dict[Space, int] = dict.fromkeys(STATE_SPACES, 0)
+    bases: dict[tuple[str, int], dict[Space, int]] = {}
+    for call in module.schedule:
+        graph = module.graph(call.graph)
+        names = [item.value.name for item in graph.inputs if item.role == "state"]
+        for space in STATE_SPACES:
+            storages = [boundary.storage(name, graph.name) for name in sorted(names)]
+            placed, nbytes = _stack([s for s in storages if s.space == space])
+            if placed:
+                offsets |= placed
+                bases.setdefault((call.graph, call.layer), {})[space] = cursors[space]
+                cursors[space] += nbytes
+    return _StateTable(offsets, bases, cursors)
+
+
+def _step_buffers(
+    steps: Mapping[str, Storage], offsets: Mapping[str, int], bodies: Mapping[str, _Body]
+) -> list[Buffer]:
+    end = max((len(b.commands) for b in bodies.values()), default=0)
+    return [
+        Buffer(s.id, s.type.nbytes, ALIGN_BYTES, s.space, "", 0, end, offsets[s.id])
+        for s in steps.values()
+    ]
+
+
+def _own_buffers(
+    bodies: Mapping[str, _Body],
+    state: _StateTable,
+    weights: WeightTable,
+    offsets: Mapping[str, int],
+) -> list[Buffer]:
+    """Return the buffers of graphs: weights, state and scratch."""
+    found: list[Buffer] = []
+    for name, body in bodies.items():
+        end = len(body.commands)
+        for weight in body.graph.weights:
+            place = weights.places[name, weight.value.name]
+            label, kept = f"{name}.{weight.value.name}", place.per_layer
+            first, last = body.spans.get(label, (0, 0))
+            found.append(
+                Buffer(
+                    label,
+                    place.nbytes,
+                    ALIGN_BYTES,
+                    "weights",
+                    name,
+                    first,
+                    last,
+                    place.offset,
+                    kept,
+                )
+            )
+        for s in body.assignment.storages.values():
+            if s.per_layer:
+                at = state.offsets[s.id]
+                found.append(
+                    Buffer(s.id, s.type.nbytes, ALIGN_BYTES, s.space, name, 0, end, at, True)
+                )
+        for label, nbytes in sorted(body.scratch.items()):
+            first, last = body.spans[label]
+            found.append(
+                Buffer(label, nbytes, ALIGN_BYTES, "arena", name, first, last, offsets[label])
+            )
+    return found
+
+
+def _call(
+    graph: str, layer: int, attrs: Mapping[str, int], state: _StateTable, weights: WeightTable
+) -> LayerCall:
+    bases: dict[str, int] = {"weights": weights.bases[graph, layer]}
+    bases |= {str(space): base for space, base in state.bases.get((graph, layer), {}).items()}
+    return LayerCall(graph, layer, bases, dict(attrs))
+
+
+def _io_fields(
+    steps: Mapping[str, Storage], bodies: Mapping[str, _Body], boundary: Boundary
+) -> tuple[IoField, ...]:
+    inputs = {item.value.name for b in bodies.values() for item in b.graph.inputs}
+    fields: list[IoField] = []
+    for s in steps.values():
+        if s.space == "io":
+            dtype = s.type.dtype.name
+            assert boundary.roles[s.id] == "io", f"{s.id} is {boundary.roles[s.id]}, need io"
+            assert dtype in IO_DTYPES, f"io field {s.id} is {dtype}, need one of {IO_DTYPES}"
+            direction = "in" if s.id in inputs else "out"
+            fields.append(IoField(s.id, direction, dtype, s.type.sizes, s.id))
+    return tuple(fields)
+
+
+def _estimates(selected: Selected) -> dict[str, int]:
+    """Sum the templates' costs over all calls of a step."""
+    totals = {"read_bytes": 0, "write_bytes": 0, "flops": 0, "launches": 0}
+    for call in selected.module.schedule:
+        graph = selected.module.graph(call.graph)
+        for node in graph.nodes:
+            cost = selected.template(graph, node).cost(node, selected.target)
+            totals["read_bytes"] += cost.read_bytes
+            totals["write_bytes"] += cost.write_bytes
+            totals["flops"] += cost.flops
+            totals["launches"] += 1
+    return totals
