@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from k3c.errors import ArtifactError
@@ -238,43 +239,97 @@ def from_json(kind: type[T], text: str, where: str) -> T:
         ArtifactError: The text is not JSON, a field is missing, unknown or of another type.
     """
     try:
-        raw = json.loads(text)
+        return _builder(kind)(json.loads(text))
     except (ValueError, RecursionError) as exc:
         raise ArtifactError(f"not valid JSON: {exc}", where, "compile again") from exc
-    return _build(kind, raw, where)
+    except _Mismatch as exc:
+        raise ArtifactError(exc.what, where + exc.path, exc.hint) from None
 
 
-def _build(kind: Any, raw: Any, where: str) -> Any:
-    """Convert one parsed JSON value to `kind`, checking every type on the way."""
-    if kind is Any:
-        return raw
-    origin, args = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _build_dataclass(kind, raw, where)
-    if origin is Literal:
-        return _expect(raw in args, raw, f"one of {', '.join(map(str, args))}", where)
-    if origin is tuple:
-        _expect(isinstance(raw, list), raw, "a list", where)
-        return tuple(_build(args[0], item, f"{where}[{i}]") for i, item in enumerate(raw))
-    if origin is Mapping or origin is dict:
-        _expect(isinstance(raw, dict), raw, "an object", where)
-        return {key: _build(args[1], item, f"{where}.{key}") for key, item in raw.items()}
-    if origin in (Union, types.UnionType):
-        return _expect(type(raw) in args, raw, f"one of {args}", where)
-    return _expect(type(raw) is kind, raw, kind.__name__, where)
+class _Mismatch(Exception):
+    """A value is not of its type; `path` grows while the exception leaves the enclosing values."""
+
+    def __init__(self, what: str, hint: str = "compile again") -> None:
+        self.what, self.hint, self.path = what, hint, ""
+        super().__init__(what)
 
 
-def _build_dataclass(kind: Any, raw: Any, where: str) -> Any:
-    _expect(isinstance(raw, dict), raw, "an object", where)
-    hints = get_type_hints(kind)
-    names = {f.name for f in fields(kind)}
-    for name in sorted(names ^ raw.keys()):
-        problem = "is missing" if name in names else "is unknown"
-        raise ArtifactError(f"field {name} {problem}", where, "compile again with this version")
-    return kind(**{name: _build(hints[name], raw[name], f"{where}.{name}") for name in raw})
-
-
-def _expect(ok: bool, raw: Any, expected: str, where: str) -> Any:
+def _demand(ok: bool, raw: Any, expected: str) -> Any:
     if not ok:
-        raise ArtifactError(f"found {str(raw)[:80]!r}, expected {expected}", where, "compile again")
+        raise _Mismatch(f"found {str(raw)[:80]!r}, expected {expected}")
     return raw
+
+
+# A plan holds thousands of values: what a type demands is worked out once, not for each value.
+@cache
+def _builder(kind: Any) -> Callable[[Any], Any]:
+    """Return a function that checks one parsed JSON value and converts it to `kind`."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return lambda raw: raw
+    if is_dataclass(kind):
+        return _dataclass_builder(kind)
+    if origin is Literal:
+        return _checked(lambda raw: raw in args, f"one of {', '.join(map(str, args))}")
+    if origin is tuple:
+        return _tuple_builder(_builder(args[0]))
+    if origin is Mapping or origin is dict:
+        return _mapping_builder(_builder(args[1]))
+    if origin in (Union, types.UnionType):
+        return _checked(lambda raw: type(raw) in args, f"one of {args}")
+    return _checked(lambda raw: type(raw) is kind, kind.__name__)
+
+
+def _checked(ok: Callable[[Any], bool], expected: str) -> Callable[[Any], Any]:
+    return lambda raw: _demand(ok(raw), raw, expected)
+
+
+def _tuple_builder(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def build(raw: Any) -> tuple[Any, ...]:
+        values: list[Any] = []
+        try:
+            for each in _demand(type(raw) is list, raw, "a list"):
+                values.append(item(each))
+        except _Mismatch as exc:
+            exc.path = f"[{len(values)}]{exc.path}"
+            raise
+        return tuple(values)
+
+    return build
+
+
+def _mapping_builder(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def build(raw: Any) -> dict[str, Any]:
+        given: dict[str, Any] = _demand(type(raw) is dict, raw, "an object")
+        key, values = "", dict[str, Any]()
+        try:
+            for key, each in given.items():
+                values[key] = item(each)
+        except _Mismatch as exc:
+            exc.path = f".{key}{exc.path}"
+            raise
+        return values
+
+    return build
+
+
+def _dataclass_builder(kind: Any) -> Callable[[Any], Any]:
+    hints = get_type_hints(kind)
+    items = {f.name: _builder(hints[f.name]) for f in fields(kind)}
+
+    def build(raw: Any) -> Any:
+        given: dict[str, Any] = _demand(type(raw) is dict, raw, "an object")
+        if given.keys() != items.keys():
+            name = min(given.keys() ^ items.keys())
+            problem = "is missing" if name in items else "is unknown"
+            raise _Mismatch(f"field {name} {problem}", "compile again with this version")
+        name, values = "", dict[str, Any]()
+        try:
+            for name, item in items.items():
+                values[name] = item(given[name])
+        except _Mismatch as exc:
+            exc.path = f".{name}{exc.path}"
+            raise
+        return kind(**values)
+
+    return build
