@@ -174,7 +174,7 @@ def test_scoring_while_requests_hold_all_state_can_be_tried_again():
         ([1], {"top_k": -1}, "top_k is -1"),
         ([1], {"seed": 2**63}, f"seed is {2**63}"),
         ([1], {"top_logprobs": VOCAB + 1}, f"top_logprobs is {VOCAB + 1}"),
-        ([1], {"temprature": 1.0}, "unknown sampling option temprature"),
+        ([1], {"heat": 1.0}, "unknown sampling option heat"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_when_it_is_added(prompt, options, message):
