@@ -1,0 +1,256 @@
+"""The whole story on one page: checkpoint, IR, passes, plans, kernels, artifact."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from k3c import __version__
+from k3c.artifact import (
+    FORMAT,
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    SPACES,
+    Bucket,
+    CacheInfo,
+    Kernel,
+    Manifest,
+    ModelInfo,
+    Plan,
+    TargetInfo,
+    WeightEntry,
+)
+from k3c.artifact_writer import ArtifactWriter
+from k3c.codegen.kernel_key import kernel_key, kernel_symbol
+from k3c.codegen.runtime_libraries import runtime_libraries
+from k3c.codegen.template import packed_nbytes
+from k3c.codegen.templates.tvm import CPU_TEMPLATES
+from k3c.codegen.tvm_build import KernelRequest, build_library
+from k3c.console import Console
+from k3c.errors import ConfigError
+from k3c.export.exporter import export_model
+from k3c.ir.graph import Module
+from k3c.ir.text import show
+from k3c.model.checkpoint import Checkpoint
+from k3c.model.config import TextConfig, load_config, stop_token_ids
+from k3c.passes.build_plan import run as build_plan
+from k3c.passes.context import PassContext
+from k3c.passes.pipeline import PipelineResult, run_pipeline
+from k3c.passes.schedule import run as schedule
+from k3c.passes.select_kernels import Selected
+from k3c.passes.select_kernels import run as select_kernels
+from k3c.passes.weight_table import weight_table
+from k3c.targets.catalogue import Catalogue, Constant, Template
+from k3c.targets.target import Target, load_target
+from k3c.weights import WeightPacker
+
+PAGE_TOKENS = 16
+DECODE_REQUESTS = (1, 2, 4, 8)
+PREFILL_ROWS = (16, 64, 256)
+SCORE_ROWS = (64,)
+CHUNK_REQUESTS = 8  # requests whose chunks a prefill or score step may pack
+COMPUTE_TYPES = {"bfloat16": "bf16", "float32": "f32"}
+KERNELS_FILE = "kernels.so"
+TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
+TOOLS = ("torch", "apache-tvm", "apache-tvm-ffi", "numpy")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What the user chose: target, activation type, and how much state to plan for."""
+
+    target: str
+    compute: str = "bfloat16"
+    max_num_seqs: int = 8
+    max_model_len: int = 8192
+
+
+def export_text(model: Path, compute: str) -> str:
+    """Return the exported model as IR text; weights are optional.
+
+    Raises:
+        ConfigError: The configuration is missing or wrong.
+        CheckpointError: There are weights and their headers are damaged.
+    """
+    config = load_config(model)
+    has_weights = model.is_dir() and any(model.glob("*.safetensors*"))
+    checkpoint = Checkpoint(model, config) if has_weights else None
+    return show(_export(config, compute, checkpoint))
+
+
+def compile_model(model: Path, output: Path, options: CompileOptions, console: Console) -> Manifest:
+    """Compile a checkpoint and write the artifact.
+
+    Args:
+        model: Hugging Face directory with config.json, safetensors shards and their index.
+        output: The directory to make; must not exist.
+        options: Target, activation type, sizes of the state.
+        console: Where progress goes.
+
+    Returns:
+        The artifact's manifest.
+
+    Raises:
+        ConfigError: The configuration, an option or the output path is wrong.
+        CheckpointError: The weights are damaged or do not match the configuration.
+        CodegenError: No kernel implements a node.
+        DeviceFault: A tool is missing or the disk is full.
+    """
+    config = load_config(model)
+    target = load_target(options.target)
+    cache = _cache_info(config, options)
+    writer = ArtifactWriter(output)
+    checkpoint = Checkpoint(model, config)
+    with console.phase("export"):
+        module = _export(config, options.compute, checkpoint)
+    with console.phase("passes"):
+        result = run_pipeline(module, PassContext(target, Catalogue(CPU_TEMPLATES)))
+    with console.phase("plan"):
+        planned = _plan(result.module, cache, target)
+    with writer, tempfile.TemporaryDirectory(prefix="k3c-") as folder:
+        with console.phase(f"kernels ({len(planned.requests)})"):
+            library = Path(folder) / KERNELS_FILE
+            kernels = build_library(planned.requests, planned.plans, target, library)
+        writer.add_file(KERNELS_FILE, library)
+        for plan in planned.plans:
+            writer.add_plan(plan)
+        has_tokenizer = _add_texts(writer, model, module, result)
+        total_bytes = planned.plans[0].space_bytes["weights"]
+        counter = console.count("weights", total_bytes)
+        with console.phase("weights"):
+            out = writer.start_weights(total_bytes)
+            WeightPacker(checkpoint, counter.add).write(planned.weights, out)
+            writer.end_weights(out)
+        info = ModelInfo(
+            name=model.resolve().name,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            stop_ids=stop_token_ids(model, config),
+            has_tokenizer=has_tokenizer,
+            compute=COMPUTE_TYPES[options.compute],
+        )
+        return writer.finish(_manifest(info, planned, kernels))
+
+
+def _export(config: TextConfig, compute: str, checkpoint: Checkpoint | None) -> Module:
+    stored = checkpoint.dtype if checkpoint is not None else None
+    return export_model(config, COMPUTE_TYPES[compute], stored)
+
+
+def _cache_info(config: TextConfig, options: CompileOptions) -> CacheInfo:
+    """Size the hybrid state; page 0 and slot 0 are scratch.
+
+    Raises:
+        ConfigError: An option is out of range.
+    """
+    requests = _in_range("--max-num-seqs", options.max_num_seqs, 1, 4095)
+    tokens = _in_range("--max-model-len", options.max_model_len, 2, config.max_position_embeddings)
+    pages = -(-tokens // PAGE_TOKENS)
+    return CacheInfo(requests, tokens, PAGE_TOKENS, requests * pages + 1, requests + 1)
+
+
+def _in_range(option: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise ConfigError(f"{value} is out of range, expected {low}..{high}", option)
+    return value
+
+
+def make_buckets(cache: CacheInfo) -> tuple[Bucket, ...]:
+    """Return the buckets of an artifact: every symbolic dimension bound."""
+    state = {
+        "S": cache.slots,
+        "P": cache.pages,
+        "M": -(-cache.max_context_tokens // cache.page_tokens),
+    }
+    packed = {"B": CHUNK_REQUESTS, **state}
+    return (
+        *(Bucket(f"decode.b{n}", "decode", {"T": n, "B": n, **state}) for n in DECODE_REQUESTS),
+        *(Bucket(f"prefill.t{n}", "prefill", {"T": n, **packed}) for n in PREFILL_ROWS),
+        *(Bucket(f"score.t{n}", "score", {"T": n, **packed}) for n in SCORE_ROWS),
+    )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What planning decided, for all buckets."""
+
+    target: Target
+    cache: CacheInfo
+    plans: tuple[Plan, ...]
+    weights: tuple[WeightEntry, ...]
+    requests: tuple[KernelRequest, ...]
+
+
+def _plan(module: Module, cache: CacheInfo, target: Target) -> _Planned:
+    """Plan every bucket."""
+    catalogue = Catalogue(CPU_TEMPLATES)
+    selections = [select_kernels(module, b, catalogue, target) for b in make_buckets(cache)]
+    table = weight_table(selections, packed_nbytes)
+    plans = tuple(build_plan(schedule(s), table, _symbol) for s in selections)
+    requests = {r.kernel(target, "").symbol: r for s in selections for r in _requests(s)}
+    ordered = tuple(requests[symbol] for symbol in sorted(requests))
+    return _Planned(target, cache, plans, table.entries, ordered)
+
+
+def _symbol(template: Template, constants: Mapping[str, Constant], target: Target) -> str:
+    return kernel_symbol(template.name, kernel_key(template, constants, target))
+
+
+def _requests(selected: Selected) -> list[KernelRequest]:
+    return [
+        KernelRequest(template, template.constants(node, selected.target))
+        for graph in selected.module.graphs
+        for node in graph.nodes
+        for template in (selected.template(graph, node),)
+    ]
+
+
+def _add_texts(writer: ArtifactWriter, model: Path, module: Module, result: PipelineResult) -> bool:
+    """Add IR, pass report, tokenizer and runtime libraries; return whether there is a tokenizer."""
+    writer.add_text("ir/00-export.k3", show(module))
+    for name, text in sorted(result.texts.items()):
+        writer.add_text(name, text)
+    writer.add_text("passes.json", pass_report(result))
+    for library in runtime_libraries():
+        writer.add_file(f"lib/{library.name}", library)
+    has_tokenizer = all((model / name).is_file() for name in TOKENIZER_FILES)
+    for name in TOKENIZER_FILES if has_tokenizer else ():
+        writer.add_file(f"tokenizer/{name}", model / name)
+    return has_tokenizer
+
+
+def pass_report(result: PipelineResult) -> str:
+    """Return the passes' records as JSON; times are left out, two builds are byte-identical."""
+    rows: list[dict[str, Any]] = []
+    for record in result.records:
+        row = {k: v for k, v in asdict(record).items() if k != "ms"}
+        row["refusals"] = [str(refusal) for refusal in record.refusals]
+        rows.append(row)
+    return json.dumps(rows, sort_keys=True, indent=1) + "\n"
+
+
+def _manifest(model: ModelInfo, planned: _Planned, kernels: tuple[Kernel, ...]) -> Manifest:
+    """Return the manifest without its members, which the writer knows."""
+    target, plans = planned.target, planned.plans
+    return Manifest(
+        format=FORMAT,
+        major=FORMAT_MAJOR,
+        minor=FORMAT_MINOR,
+        k3c_version=__version__,
+        toolchain={name: importlib.metadata.version(name) for name in TOOLS},
+        model=model,
+        target=TargetInfo(target.name, target.kind, target.arch, target.features),
+        cache=planned.cache,
+        mesh={},
+        rank=0,
+        buckets=tuple(plan.bucket for plan in plans),
+        kernels=kernels,
+        weights=planned.weights,
+        space_bytes={s: max(plan.space_bytes[s] for plan in plans) for s in SPACES},
+        members={},
+    )

@@ -1,0 +1,60 @@
+"""From checkpoint tensors to packed weights: read, concatenate, convert, pack, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from k3c.artifact import WeightEntry
+from k3c.artifact_writer import WeightsWriter
+from k3c.codegen.template import pack
+from k3c.ir.types import DTYPES, Layout, TensorType
+from k3c.model.checkpoint import Checkpoint
+
+_TORCH_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+
+
+@dataclass(frozen=True)
+class WeightPacker:
+    """Packs the weights of a plan from a checkpoint.
+
+    Attributes:
+        checkpoint: Where the tensors come from.
+        advance: Called with the bytes of each packed weight.
+    """
+
+    checkpoint: Checkpoint
+    advance: Callable[[int], None]
+
+    def write(self, entries: Sequence[WeightEntry], out: WeightsWriter) -> None:
+        """Write every entry in ascending order of offset; at most one weight is held.
+
+        Raises:
+            CheckpointError: A tensor cannot be read or holds a forbidden value.
+        """
+        for entry in sorted(entries, key=lambda e: e.offset):
+            kind = TensorType(DTYPES[entry.dtype], entry.shape, Layout(entry.layout))
+            data = pack(kind, self._arrays(entry))
+            assert data.nbytes == entry.nbytes, (
+                f"{entry.name} packs to {data.nbytes} bytes, planned {entry.nbytes}"
+            )
+            out.write_at(entry.offset, memoryview(data))
+            self.advance(entry.nbytes)
+
+    def _arrays(self, entry: WeightEntry) -> tuple[np.ndarray[Any, Any], ...]:
+        """Return what `pack` takes: (packed, scale) of an mxfp4 weight, one array of another."""
+        if entry.dtype == "mxfp4":
+            pairs = [self.checkpoint.load_experts(s, entry.layer) for s in entry.sources]
+            packed, scale = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
+            return packed.numpy(), scale.numpy()
+        dtype = _TORCH_DTYPES[entry.dtype]
+        names = [s.replace("*", str(entry.layer), 1) for s in entry.sources]
+        rows = torch.cat([self.checkpoint.load(name).to(dtype) for name in names])
+        if dtype == torch.bfloat16:
+            # numpy has no bfloat16: the bits travel as uint16.
+            return (rows.view(torch.uint16).numpy(),)
+        return (rows.numpy(),)
