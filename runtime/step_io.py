@@ -13,7 +13,9 @@ from k3c.runtime.sampler import NEUTRAL, clear_sampling, fill_sampling
 from k3c.runtime.scheduler import Step
 
 DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32}
-SEGMENT_FIELDS = ("seg_tokens", "slots", "context", "page_table")
+SEGMENT_FIELDS = ("seg_tokens", "context")
+# Only where the model has the layers: KDA keeps slots, MLA keeps pages.
+STATE_FIELDS = (("state_slots", "slots"), ("kv_pages", "page_table"))
 SAMPLE_FIELDS = ("sample_rows", *(name for name, _ in NEUTRAL), "tokens", "logits")
 SCORE_FIELDS = ("targets", "logprobs")
 NO_TARGET = -1  # a row whose log probability is not asked for
@@ -55,7 +57,8 @@ class StepIo:
         """
         self.fields = io_views(plan, memory)
         self.scores = plan.bucket.phase == "score"
-        needed = ("ids", "seg_start", *SEGMENT_FIELDS)
+        self._state = tuple(f for space, f in STATE_FIELDS if plan.space_bytes.get(space, 0) > 0)
+        needed = ("ids", "seg_start", *SEGMENT_FIELDS, *self._state)
         needed += SCORE_FIELDS if self.scores else SAMPLE_FIELDS
         missing = [name for name in needed if name not in self.fields]
         if missing:
@@ -96,9 +99,11 @@ class StepIo:
         io = self.fields
         io["seg_start"][segment] = row
         io["seg_tokens"][segment] = tokens
-        io["slots"][segment] = state.slot(request.id)
         io["context"][segment] = request.context_tokens
-        io["page_table"][segment] = state.page_row(request.id)
+        if "slots" in self._state:
+            io["slots"][segment] = state.slot(request.id)
+        if "page_table" in self._state:
+            io["page_table"][segment] = state.page_row(request.id)
         if not self.scores:
             io["sample_rows"][segment] = row + tokens - 1
             fill_sampling(io, segment, request, request.context_tokens + tokens)
@@ -109,7 +114,7 @@ class StepIo:
         io["ids"][row:] = 0
         # Not 0: the starts stay in ascending order.
         io["seg_start"][segment:] = row
-        for name in SEGMENT_FIELDS:
+        for name in (*SEGMENT_FIELDS, *self._state):
             io[name][segment:] = 0
         if self.scores:
             io["targets"][row:] = NO_TARGET

@@ -103,3 +103,15 @@ def test_a_field_larger_than_its_buffer_is_refused():
     larger = tuple(replace(f, shape=(99, *f.shape)) if f.name == "ids" else f for f in plan.io)
     with pytest.raises(ArtifactError, match="io field ids needs 396 B"):
         StepIo(replace(plan, io=larger), memory)
+
+
+def test_a_model_without_mla_needs_no_page_table():
+    sizes = Sizes()
+    plan = make_fake_plan(make_buckets(sizes)[0], sizes)
+    memory = np.zeros(plan.space_bytes["io"], np.uint8)
+    fewer = replace(
+        plan,
+        io=tuple(f for f in plan.io if f.name != "page_table"),
+        space_bytes={**plan.space_bytes, "kv_pages": 0},
+    )
+    assert "page_table" not in StepIo(fewer, memory).fields
