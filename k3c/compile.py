@@ -33,7 +33,7 @@ from k3c.codegen.templates.tvm import CPU_TEMPLATES
 from k3c.codegen.tvm_build import KernelRequest, build_library
 from k3c.console import Console
 from k3c.errors import ConfigError
-from k3c.export.exporter import export_model
+from k3c.export.exporter import Compute, export_model
 from k3c.ir.graph import Module
 from k3c.ir.text import show
 from k3c.model.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ DECODE_REQUESTS = (1, 2, 4, 8)
 PREFILL_ROWS = (16, 64, 256)
 SCORE_ROWS = (64,)
 CHUNK_REQUESTS = 8  # requests whose chunks a prefill or score step may pack
-COMPUTE_TYPES = {"bfloat16": "bf16", "float32": "f32"}
+COMPUTE_TYPES: Mapping[str, Compute] = {"bfloat16": "bf16", "float32": "f32"}
 KERNELS_FILE = "kernels.so"
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
 TOOLS = ("torch", "apache-tvm", "apache-tvm-ffi", "numpy")

@@ -102,11 +102,11 @@ def run_doctor(as_json: bool) -> None:
         print(json.dumps(report, indent=1, sort_keys=True))
         return
     for key in ("k3c", "python", "system", "cores", "compiler"):
-        print(f"{key:<14}{report[key]}")
-    print(f"{'cpu features':<14}{' '.join(report['cpu_features'])}")
-    print(f"{'gpus':<14}{'; '.join(report['gpus']) or 'none'}")
+        print(f"{key:<16}{report[key]}")
+    print(f"{'cpu features':<16}{' '.join(report['cpu_features'])}")
+    print(f"{'gpus':<16}{'; '.join(report['gpus']) or 'none'}")
     for name, version in versions.items():
-        print(f"{name:<14}{version:<14}")
+        print(f"{name:<16}{version}")
     for finding in findings:
         print(f"missing: {finding.missing}, needed for {finding.needed_for}: {finding.fix}")
     print("nothing is missing" if not findings else f"{len(findings)} missing")

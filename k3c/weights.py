@@ -42,7 +42,7 @@ class WeightPacker:
             assert data.nbytes == entry.nbytes, (
                 f"{entry.name} packs to {data.nbytes} bytes, planned {entry.nbytes}"
             )
-            out.write_at(entry.offset, memoryview(data))
+            out.write_at(entry.offset, data.data)
             self.advance(entry.nbytes)
 
     def _arrays(self, entry: WeightEntry) -> tuple[np.ndarray[Any, Any], ...]:
