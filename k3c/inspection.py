@@ -72,8 +72,8 @@ def _text(report: dict[str, Any]) -> str:
     model, target, cache = report["model"], report["target"], report["cache"]
     lines = [
         f"{report['format']}, made by k3c {report['k3c_version']}",
-        f"model    {model['name']}: {model['num_layers']} layers, vocabulary {model['vocab_size']}, "
-        f"compute {model['compute']}, stop ids {list(model['stop_ids'])}, "
+        f"model    {model['name']}: {model['num_layers']} layers, "
+        f"vocabulary {model['vocab_size']}, compute {model['compute']}, stop ids {list(model['stop_ids'])}, "
         f"{'with' if model['has_tokenizer'] else 'no'} tokenizer",
         f"target   {target['name']} ({target['arch']}): needs {' '.join(target['features'])}",
         f"state    {cache['max_requests']} requests of {cache['max_context_tokens']} tokens; "
