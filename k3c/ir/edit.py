@@ -67,6 +67,18 @@ def substitute_outputs(graph: Graph, values: Mapping[str, Value]) -> Graph:
     return replace(graph, outputs=outputs)
 
 
+def bind_node(node: Node, dims: Mapping[str, int]) -> Node:
+    """Return a node whose operands and results have the symbolic dimensions replaced."""
+    operands = tuple(Value(v.name, v.type.bind(dims)) for v in node.operands)
+    results = tuple(Value(v.name, v.type.bind(dims)) for v in node.results)
+    return replace(node, operands=operands, results=results)
+
+
+def count_ops(graphs: Sequence[Graph], ops: Sequence[str]) -> int:
+    """Return how many nodes of the given ops the graphs hold."""
+    return sum(node.op in ops for graph in graphs for node in graph.nodes)
+
+
 def ordered(nodes: Sequence[Node]) -> tuple[Node, ...] | str:
     """Order nodes so that values are made before they are read, and read before overwritten.
 

@@ -8,8 +8,9 @@ A pattern is a list of nodes without types and attributes:
 
 The last node is the root: the search starts there and follows operands up; a node that is not
 above the root is then looked for among the readers of what is bound. Operands of commutative ops
-match in both orders. Attributes, and optional operands that the pattern leaves out, are no part of
-the search: a rule meets them as a refusal with a reason, not as a silent miss.
+match in both orders; `%y... =` stands for one or more results, the first being %y. Attributes, and
+optional operands that the pattern leaves out, are no part of the search: a rule meets them as a
+refusal with a reason, not as a silent miss.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from k3c.ir.scanner import Scanner
 
 @dataclass(frozen=True)
 class PatternNode:
-    """One line of a pattern, names only."""
+    """One line of a pattern, names only; `open_results` allows more results than named."""
 
     op: str
     operands: tuple[str, ...]
     results: tuple[str, ...]
+    open_results: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,12 @@ def parse_pattern(text: str) -> Pattern:
     parser = Parser(scan)
     nodes: list[PatternNode] = []
     while not scan.done():
-        results = tuple(parser.value_names("="))
+        names = parser.value_names("=")
+        results = tuple(name.rstrip(".") for name in names)
         op = parser.op_name()
         assert op in OPS, f"pattern op {op} is unknown"
-        nodes.append(PatternNode(op, tuple(parser.value_names(")")), results))
+        operands = tuple(parser.value_names(")"))
+        nodes.append(PatternNode(op, operands, results, names[-1].endswith("...")))
     assert nodes, "a pattern needs a node"
     return Pattern(tuple(nodes))
 
@@ -138,12 +142,14 @@ def _node(
         if state.nodes.get(which) == position:
             yield state
         return
-    if node.op != want.op or len(node.results) != len(want.results):
+    if node.op != want.op or len(node.results) < len(want.results):
+        return
+    if len(node.results) > len(want.results) and not want.open_results:
         return
     if len(want.operands) > len(node.operands):
         return
     taken: _State | None = state.take(which, position)
-    for name, value in zip(want.results, node.results, strict=True):
+    for name, value in zip(want.results, node.results, strict=False):
         taken = taken.bind(name, value) if taken else None
     if taken is None:
         return

@@ -1,0 +1,1 @@
+"""The passes: one file, one job; `pipeline.py` is the ordered list."""
