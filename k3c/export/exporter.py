@@ -67,32 +67,34 @@ def export_model(
     Raises:
         ExportError: The model uses something that the IR cannot express.
     """
-    options = ModelOptions(act=_TORCH[compute])
     layers = range(config.num_hidden_layers)
-    kinds = sorted({config.kind(layer) for layer in layers})
-    with torch.device("meta"):
-        blocks = {kind: make_block(config, kind, options) for kind in kinds}
-        ends = {
-            "prologue": Prologue(config, options),
-            "head": Head(config, options),
-            "score_head": ScoreHead(config, options),
-        }
     types = input_types(config, compute)
     graphs: list[Graph] = []
-    for name in ("prologue", *kinds, "head", "score_head"):
-        module, source = (
-            (blocks[name], _block_source) if name in blocks else (ends[name], _end_source)
-        )
+    for name, (module, source) in _modules(config, compute).items():
         if weight_dtype is not None:
             retype_weights(module, lambda fqn, s=source: _TORCH[weight_dtype(s(fqn)).name])
         graphs.append(export_graph(module, name, types, source))
-    readout = {"attn_restart": 0, "attn_rows": config.num_blocks}
     schedule = (
         Call("prologue", -1),
         *(Call(config.kind(layer), layer, config.layer_attrs(layer)) for layer in layers),
-        Call("head", -1, readout),
+        Call("head", -1, {"attn_restart": 0, "attn_rows": config.num_blocks}),
     )
     return Module("model", DIMS, tuple(graphs), schedule)
+
+
+def _modules(
+    config: TextConfig, compute: Compute
+) -> dict[str, tuple[nn.Module, Callable[[str], str]]]:
+    """Return the module of each graph on the meta device, and the source of its parameters."""
+    options = ModelOptions(act=_TORCH[compute])
+    kinds = sorted({config.kind(layer) for layer in range(config.num_hidden_layers)})
+    with torch.device("meta"):
+        return {
+            "prologue": (Prologue(config, options), _end_source),
+            **{kind: (make_block(config, kind, options), _block_source) for kind in kinds},
+            "head": (Head(config, options), _end_source),
+            "score_head": (ScoreHead(config, options), _end_source),
+        }
 
 
 def _block_source(fqn: str) -> str:

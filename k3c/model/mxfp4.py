@@ -61,17 +61,16 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.frexp(amax).exponent - 1
     scale = (exponent - 2 + E8M0_BIAS).clamp(0, E8M0_NAN - 1)
     scale = torch.where(amax == 0, torch.zeros_like(scale), scale)
-    # f64: dividing by a subnormal f32 scale would overflow.
-    ratio = blocks.double() * torch.pow(2.0, (E8M0_BIAS - scale).double()).unsqueeze(-1)
+    # 2**(127 - scale) stands at 254 - scale; the product is exact or a zero code.
+    ratio = blocks * e8m0_table()[E8M0_NAN - 1 - scale].unsqueeze(-1)
     codes = _nearest_code(ratio.abs()) | (torch.signbit(ratio).to(torch.uint8) << 3)
     pairs = codes.flatten(-2).unflatten(-1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4), scale.to(torch.uint8)
 
 
 def _nearest_code(magnitude: Tensor) -> Tensor:
-    """Return the magnitude code u8 of each value >= 0; midpoints go to the even code."""
-    bounds = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True))
-    code = (magnitude > 5.0).to(torch.uint8)
-    for bound, up in bounds:
-        code += (magnitude >= bound) if up else (magnitude > bound)
-    return code
+    """Return the magnitude code u8 of each f32 value >= 0; midpoints go to the even code."""
+    bounds = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+    # A value above a bound has the next code; where that code is even, so has the bound itself.
+    bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros(3))
+    return torch.bucketize(magnitude, bounds, out_int32=True).to(torch.uint8)
