@@ -78,23 +78,13 @@ def run(scheduled: Scheduled, weights: WeightTable, kernel_key: KernelKey) -> Pl
     state = _state_table(module, boundary)
     arena = plan_memory.plan(_problem(bodies, steps))
     io_offsets, io_bytes = _stack([s for s in steps.values() if s.space == "io"])
-    offsets = {**arena.offsets, **io_offsets}
-    buffers = (
-        *_step_buffers(steps, offsets, bodies),
-        *_own_buffers(bodies, state, weights, offsets),
-    )
+    step_buffers = _step_buffers(steps, {**arena.offsets, **io_offsets}, bodies)
     plan = Plan(
         bucket=selected.bucket,
         rank=0,
-        space_bytes={
-            "weights": weights.total_bytes,
-            "arena": arena.height_bytes,
-            "kv_pages": state.space_bytes["kv_pages"],
-            "state_slots": state.space_bytes["state_slots"],
-            "io": io_bytes,
-        },
+        space_bytes=_space_bytes(weights.total_bytes, arena.height_bytes, state, io_bytes),
         arena_lower_bound_bytes=arena.lower_bound_bytes,
-        buffers=buffers,
+        buffers=(*step_buffers, *_own_buffers(bodies, state, weights, arena.offsets)),
         commands={name: body.commands for name, body in bodies.items()},
         calls=tuple(_call(c.graph, c.layer, c.attrs, state, weights) for c in module.schedule),
         io=_io_fields(steps, bodies, boundary),
@@ -103,6 +93,11 @@ def run(scheduled: Scheduled, weights: WeightTable, kernel_key: KernelKey) -> Pl
     )
     require(plan)
     return plan
+
+
+def _space_bytes(weights: int, arena: int, state: _StateTable, io: int) -> dict[str, int]:
+    sizes = {"weights": weights, "arena": arena, "io": io}
+    return sizes | {str(space): nbytes for space, nbytes in state.space_bytes.items()}
 
 
 def _body(graph: Graph, boundary: Boundary, selected: Selected, kernel_key: KernelKey) -> _Body:
