@@ -52,6 +52,19 @@ def put(buffer: Any, value: Any, *index: Any) -> None:
     B.buffer_store(buffer, value, list(index))
 
 
+def hold(value: Any) -> Any:
+    """Evaluate a value once and return it as a load from a small buffer (LLVM: a register).
+
+    Not `T.bind`: TVM's simplifier expands every use of a bound variable whose value is pure, so that
+    a chain of them, each used twice, takes time and text exponential in its length.
+    """
+    dtype, _, lanes = str(value.ty.dtype).partition("x")
+    count = int(lanes or 1)
+    buffer = T.alloc_buffer((count,), dtype)
+    B.buffer_store(buffer, value, [span(0, count)])
+    return buffer[span(0, count)]
+
+
 def widen(loaded: Any, act: str, lanes: int) -> Any:
     """Return loaded activations as f32 lanes."""
     if act == "f32":
@@ -64,8 +77,8 @@ def narrow(value: Any, act: str, lanes: int) -> Any:
     """Return f32 lanes as activations to store: nearest, ties to even; NaN stays NaN."""
     if act == "f32":
         return value
-    x = T.bind(value)
-    u = T.bind(T.reinterpret(typed("uint32", lanes), x))
+    x = hold(value)
+    u = hold(T.reinterpret(typed("uint32", lanes), x))
     odd = (u >> bits(16, lanes)) & bits(1, lanes)
     nearest = (u + (bits(_HALF_BELOW, lanes) + odd)) >> bits(16, lanes)
     kept = T.Select(x == x, nearest, bits(_QUIET_NAN, lanes))
@@ -80,43 +93,43 @@ def rounded(value: Any, act: str, lanes: int) -> Any:
 def exp(value: Any, lanes: int) -> Any:
     """Return exp of f32 lanes (error below 2e-7); NaN passes, x is held in [-87, 88]."""
     power, part = _exp_parts(value, lanes)
-    return T.bind(power * part + power)
+    return hold(power * part + power)
 
 
 def expm1(value: Any, lanes: int) -> Any:
     """Return exp(x) - 1 of f32 lanes, exact to rounding near 0."""
     power, part = _exp_parts(value, lanes)
-    return T.bind(power * part + (power - splat(1.0, lanes)))
+    return hold(power * part + (power - splat(1.0, lanes)))
 
 
 def sigmoid(value: Any, lanes: int) -> Any:
     """Return the logistic function of f32 lanes (error below 5e-7)."""
     one = splat(1.0, lanes)
-    return T.bind(one / (one + exp(splat(0.0, lanes) - value, lanes)))
+    return hold(one / (one + exp(splat(0.0, lanes) - value, lanes)))
 
 
 def tanh(value: Any, lanes: int) -> Any:
     """Return tanh of f32 lanes (error below 5e-7, also near 0)."""
-    u = T.bind(T.reinterpret(typed("uint32", lanes), value))
+    u = hold(T.reinterpret(typed("uint32", lanes), value))
     sign = u & bits(_SIGN, lanes)
     size = T.reinterpret(typed("float32", lanes), u & bits(_MAGNITUDE, lanes))
     # Past 15, tanh is 1 in float32; the bound keeps expm1 finite. NaN passes the comparison.
-    held = T.bind(T.Select(size > splat(15.0, lanes), splat(15.0, lanes), size))
+    held = hold(T.Select(size > splat(15.0, lanes), splat(15.0, lanes), size))
     e = expm1(held + held, lanes)
-    positive = T.bind(e / (e + splat(2.0, lanes)))
+    positive = hold(e / (e + splat(2.0, lanes)))
     signed = T.reinterpret(typed("uint32", lanes), positive) | sign
-    return T.bind(T.reinterpret(typed("float32", lanes), signed))
+    return hold(T.reinterpret(typed("float32", lanes), signed))
 
 
 def situ(gate: Any, up: Any, beta: float, linear_beta: float | str, lanes: int) -> Any:
     """Return beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta) of f32 lanes."""
-    g = T.bind(gate)
-    u = T.bind(up)
+    g = hold(gate)
+    u = hold(up)
     if not isinstance(linear_beta, str):
         cap = splat(linear_beta, lanes)
-        u = T.bind(cap * tanh(u / cap, lanes))
+        u = hold(cap * tanh(u / cap, lanes))
     b = splat(beta, lanes)
-    return T.bind(b * tanh(g / b, lanes) * sigmoid(g, lanes) * u)
+    return hold(b * tanh(g / b, lanes) * sigmoid(g, lanes) * u)
 
 
 def horizontal_sum(buffer: Any, start: int, lanes: int) -> Any:
@@ -125,16 +138,16 @@ def horizontal_sum(buffer: Any, start: int, lanes: int) -> Any:
     while len(terms) > 1:
         half = len(terms) // 2
         terms = [a + b for a, b in zip(terms[:half], terms[half:], strict=True)]
-    return T.bind(terms[0])
+    return hold(terms[0])
 
 
 def _exp_parts(value: Any, lanes: int) -> tuple[Any, Any]:
     """Return s = 2^k and p with exp(x) = s + s p, |p| < 0.42."""
-    x = T.bind(value)
-    x = T.bind(T.Select(x < splat(_EXP_LOW, lanes), splat(_EXP_LOW, lanes), x))
-    x = T.bind(T.Select(x > splat(_EXP_HIGH, lanes), splat(_EXP_HIGH, lanes), x))
-    k = T.bind(T.nearbyint(x * splat(_LOG2_E, lanes)))
-    r = T.bind((x - k * splat(_LN2_HIGH, lanes)) - k * splat(_LN2_LOW, lanes))
+    x = hold(value)
+    x = hold(T.Select(x < splat(_EXP_LOW, lanes), splat(_EXP_LOW, lanes), x))
+    x = hold(T.Select(x > splat(_EXP_HIGH, lanes), splat(_EXP_HIGH, lanes), x))
+    k = hold(T.nearbyint(x * splat(_LOG2_E, lanes)))
+    r = hold((x - k * splat(_LN2_HIGH, lanes)) - k * splat(_LN2_LOW, lanes))
     word = typed("int32", lanes)
     bias, shift = T.int32(_EXPONENT_BIAS), T.int32(_EXPONENT_BITS)
     if lanes > 1:
@@ -143,5 +156,5 @@ def _exp_parts(value: Any, lanes: int) -> tuple[Any, Any]:
     # Taylor terms of expm1 up to r^7: the next is below 2e-8 of r for |r| <= ln 2 / 2.
     part = splat(1 / 5040, lanes)
     for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0):
-        part = T.bind(part * r + splat(factor, lanes))
-    return T.bind(power), T.bind(part * r)
+        part = hold(part * r + splat(factor, lanes))
+    return hold(power), hold(part * r)
