@@ -55,8 +55,8 @@ def put(buffer: Any, value: Any, *index: Any) -> None:
 def hold(value: Any) -> Any:
     """Evaluate a value once and return it as a load from a small buffer (LLVM: a register).
 
-    Not `T.bind`: TVM's simplifier expands every use of a bound variable whose value is pure, so that
-    a chain of them, each used twice, takes time and text exponential in its length.
+    Not `T.bind`: TVM's simplifier expands every use of a bound variable whose value is pure, so
+    that a chain of them, each used twice, takes time and text exponential in its length.
     """
     dtype, _, lanes = str(value.ty.dtype).partition("x")
     count = int(lanes or 1)
