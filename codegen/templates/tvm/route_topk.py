@@ -1,0 +1,109 @@
+"""route_topk: sigmoid scores, biased choice of k experts, weights of the chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tvm.script import tirx as T
+
+from k3c.codegen.template import refuse_dtype
+from k3c.codegen.templates.tvm.rowwise import RowTemplate, fitting_lanes
+from k3c.codegen.templates.tvm.vector import sigmoid, span, splat
+from k3c.ir.graph import Node
+from k3c.ir.refusal import Refusal
+from k3c.targets.catalogue import Constant
+from k3c.targets.target import Target
+
+_F32_BYTES = 4
+_RENORMALIZE_EPS = 1e-20  # spec 5.3
+_LOWEST = -3.0e38  # what a NaN counts as: last in the order, and above `_TAKEN`
+_TAKEN = float("-inf")
+
+
+class RouteTopk(RowTemplate):
+    """`route_topk`: logits f32[T, E], bias f32[E] -> weights f32[T, k], experts i32[T, k]."""
+
+    name, op, reference = "route_topk", "route_topk", "route_topk"
+
+    def accepts(self, node: Node, target: Target) -> Refusal | None:
+        """Return why this is not the template for a node, or None."""
+        experts, k = node.operands[0].type.sizes[1], node.results[0].type.sizes[1]
+        if not 1 <= k <= experts:
+            return Refusal(f"route_topk chooses 1 to {experts} experts", k)
+        return refuse_dtype(node, 0, ("f32",)) or refuse_dtype(node, 1, ("f32",))
+
+    def constants(self, node: Node, target: Target) -> Mapping[str, Constant]:
+        """Return the compile-time constants."""
+        experts = node.operands[0].type.sizes[1]
+        scale = node.attrs["scale"]
+        assert isinstance(scale, int | float), f"scale {scale!r} is no number"
+        return {
+            "experts": experts,
+            "k": node.results[0].type.sizes[1],
+            "renormalize": int(bool(node.attrs["renormalize"])),
+            "scale": float(scale),
+            "lanes": fitting_lanes(experts, target),
+        }
+
+    def workspace_bytes(self, node: Node, target: Target) -> int:
+        """Return the bytes of the biased scores of all rows."""
+        return node.operands[0].type.elements * _F32_BYTES
+
+    def build(self, constants: Mapping[str, Constant], target: Target) -> Any:
+        """Return the kernel."""
+        experts, k, lanes = (int(constants[name]) for name in ("experts", "k", "lanes"))
+        renormalize, scale = bool(constants["renormalize"]), float(constants["scale"])
+
+        @T.inline
+        def take_best(choice, row, chosen, total, logits, weights, j):
+            best = T.alloc_buffer((1,), "float32")
+            at = T.alloc_buffer((1,), "int32")
+            best[0] = T.float32(_TAKEN)
+            at[0] = 0
+            for e in range(experts):
+                # Strictly above: of equals the lower index stays.
+                if choice[row, e] > best[0]:
+                    best[0] = choice[row, e]
+                    at[0] = e
+            choice[row, at[0]] = T.float32(_TAKEN)
+            chosen[row, j] = at[0]
+            score = sigmoid(logits[row, at[0]], 1)
+            weights[row, j] = score
+            total[0] += score
+
+        @T.prim_func
+        def kernel(
+            logits_h: T.handle,
+            bias_h: T.handle,
+            weights_h: T.handle,
+            chosen_h: T.handle,
+            choice_h: T.handle,
+            rows: T.int64,
+        ):
+            T.func_attr({"tirx.noalias": True})
+            logits = T.decl_buffer((rows, experts), "float32", data=logits_h)
+            bias = T.decl_buffer((experts,), "float32", data=bias_h)
+            weights = T.decl_buffer((rows, k), "float32", data=weights_h)
+            chosen = T.decl_buffer((rows, k), "int32", data=chosen_h)
+            choice = T.decl_buffer((rows, experts), "float32", data=choice_h)
+            for row in T.parallel(rows):
+                total = T.alloc_buffer((1,), "float32")
+                for e in range(experts // lanes):
+                    here = span(e * lanes, lanes)
+                    biased = T.bind(sigmoid(logits[row, here], lanes) + bias[here])
+                    lowest = splat(_LOWEST, lanes)
+                    choice[row, here] = T.Select(biased > lowest, biased, lowest)
+                total[0] = T.float32(0)
+                for j in range(k):
+                    take_best(choice, row, chosen, total, logits, weights, j)
+                if renormalize:
+                    for j in range(k):
+                        weights[row, j] = weights[row, j] / (total[0] + T.float32(_RENORMALIZE_EPS))
+                for j in range(k):
+                    weights[row, j] = weights[row, j] * T.float32(scale)
+
+        return kernel
+
+
+TEMPLATES = (RouteTopk(),)
