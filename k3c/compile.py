@@ -84,13 +84,7 @@ def export_text(model: Path, compute: str) -> str:
 
 
 def compile_model(model: Path, output: Path, options: CompileOptions, console: Console) -> Manifest:
-    """Compile a checkpoint and write the artifact.
-
-    Args:
-        model: Hugging Face directory with config.json, safetensors shards and their index.
-        output: The directory to make; must not exist.
-        options: Target, activation type, sizes of the state.
-        console: Where progress goes.
+    """Compile a Hugging Face checkpoint into the artifact directory `output`.
 
     Returns:
         The artifact's manifest.
@@ -112,20 +106,12 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
         result = run_pipeline(module, PassContext(target, Catalogue(CPU_TEMPLATES)))
     with console.phase("plan"):
         planned = _plan(result.module, cache, target)
-    with writer, tempfile.TemporaryDirectory(prefix="k3c-") as folder:
+    with writer:
         with console.phase(f"kernels ({len(planned.requests)})"):
-            library = Path(folder) / KERNELS_FILE
-            kernels = build_library(planned.requests, planned.plans, target, library)
-        writer.add_file(KERNELS_FILE, library)
-        for plan in planned.plans:
-            writer.add_plan(plan)
+            kernels = _add_kernels(writer, planned)
         has_tokenizer = _add_texts(writer, model, module, result)
-        total_bytes = planned.plans[0].space_bytes["weights"]
-        counter = console.count("weights", total_bytes)
         with console.phase("weights"):
-            out = writer.start_weights(total_bytes)
-            WeightPacker(checkpoint, counter.add).write(planned.weights, out)
-            writer.end_weights(out)
+            _add_weights(writer, checkpoint, planned, console)
         info = ModelInfo(
             name=model.resolve().name,
             vocab_size=config.vocab_size,
@@ -210,14 +196,36 @@ def _requests(selected: Selected) -> list[KernelRequest]:
     ]
 
 
+def _add_kernels(writer: ArtifactWriter, planned: _Planned) -> tuple[Kernel, ...]:
+    """Build and add the kernel library, the plans that call it and the libraries that it calls."""
+    with tempfile.TemporaryDirectory(prefix="k3c-") as folder:
+        library = Path(folder) / KERNELS_FILE
+        kernels = build_library(planned.requests, planned.plans, planned.target, library)
+        writer.add_file(KERNELS_FILE, library)
+    for plan in planned.plans:
+        writer.add_plan(plan)
+    for path in runtime_libraries():
+        writer.add_file(f"lib/{path.name}", path)
+    return kernels
+
+
+def _add_weights(
+    writer: ArtifactWriter, checkpoint: Checkpoint, planned: _Planned, console: Console
+) -> None:
+    """Pack every weight once into the layout that its kernels read."""
+    total_bytes = planned.plans[0].space_bytes["weights"]
+    counter = console.count("weights", total_bytes)
+    out = writer.start_weights(total_bytes)
+    WeightPacker(checkpoint, counter.add).write(planned.weights, out)
+    writer.end_weights(out)
+
+
 def _add_texts(writer: ArtifactWriter, model: Path, module: Module, result: PipelineResult) -> bool:
-    """Add IR, pass report, tokenizer and runtime libraries; return whether there is a tokenizer."""
+    """Add the IR, the pass report and the tokenizer; return whether there is one."""
     writer.add_text("ir/00-export.k3", show(module))
     for name, text in sorted(result.texts.items()):
         writer.add_text(name, text)
     writer.add_text("passes.json", pass_report(result))
-    for library in runtime_libraries():
-        writer.add_file(f"lib/{library.name}", library)
     has_tokenizer = all((model / name).is_file() for name in TOKENIZER_FILES)
     for name in TOKENIZER_FILES if has_tokenizer else ():
         writer.add_file(f"tokenizer/{name}", model / name)

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Set
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from k3c.errors import ConfigError, DeviceFault
 
@@ -32,7 +32,7 @@ class Target:
     """
 
     name: str
-    kind: str
+    kind: Literal["cpu", "cuda", "hip"]
     arch: str
     mcpu: str
     lanes: int
