@@ -37,18 +37,22 @@ def line_count(path: Path) -> int:
 
 
 def functions(path: Path) -> list[Function]:
-    """Return the functions of a file; nested ones count in their parent's lines too."""
+    """Return the functions of a file; a nested one shares the excuse of the one around it."""
     text = path.read_text()
     lines = text.splitlines()
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        length = (node.end_lineno or node.lineno) - node.lineno + 1
-        above = "\n".join(lines[max(0, first - 4) : first + 2])
-        name = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
-        found.append(Function(name, length, LONGER in above))
+    found: list[Function] = []
+
+    def visit(node: ast.AST, excused: bool) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            excused = excused or LONGER in "\n".join(lines[max(0, first - 4) : first])
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            name = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+            found.append(Function(name, length, excused))
+        for child in ast.iter_child_nodes(node):
+            visit(child, excused)
+
+    visit(ast.parse(text), False)
     return found
 
 

@@ -50,6 +50,7 @@ class RouteTopk(RowTemplate):
         """Return the bytes of the biased scores of all rows."""
         return node.operands[0].type.elements * _F32_BYTES
 
+    # longer than the budget: a kernel and the step that it repeats.
     def build(self, constants: Mapping[str, Constant], target: Target) -> Any:
         """Return the kernel."""
         experts, k, lanes = (int(constants[name]) for name in ("experts", "k", "lanes"))
