@@ -94,13 +94,14 @@ def _addable(index: Index, value: Value) -> Node | Refusal:
     node = index.node_of(value, "linear")
     if node is None:
         return _cast_refusal(index, value) or Refusal("not made by a linear", f"%{value.name}")
+    activations = node.operands[0].type.dtype
     if len(node.results) > 1 or len(node.operands) > 2 or epilogues(node) != ("none",):
         return Refusal("its linear has other results or an epilogue", f"%{value.name}")
     if not index.only_reader(value):
         return Refusal("a value inside the pattern has other uses", f"%{value.name}")
-    if value.type.dtype != node.operands[0].type.dtype:
-        return Refusal(f"its linear gives {value.type.dtype} for {node.operands[0].type.dtype}",
-                       f"%{value.name}")  # fmt: skip
+    if value.type.dtype != activations:
+        reason = f"its linear gives {value.type.dtype} for {activations}"
+        return Refusal(reason, f"%{value.name}")
     return node
 
 

@@ -138,6 +138,8 @@ def _load(checkpoint: Checkpoint, sources: tuple[str, ...], dtype: DType, layer:
 def _call(node: Node, operands: list[Any], layer: Mapping[str, int]) -> tuple[Tensor, ...]:
     if node.op == "add":
         return (operands[0] + operands[1],)
+    if node.op == "cast":
+        return (operands[0].to(TORCH[node.results[0].type.dtype.name]),)
     attrs: dict[str, Any] = {
         name: layer[value.name] if isinstance(value, LayerAttr) else value
         for name, value in node.attrs.items()
@@ -149,7 +151,11 @@ def _call(node: Node, operands: list[Any], layer: Mapping[str, int]) -> tuple[Te
         attrs["widths"] = [r.type.shape[-1] for r in node.results]
     if node.op == "mla_attend":
         attrs.setdefault("latent_dim", node.results[0].type.shape[-1])
-    return REFERENCE[node.op](*operands, **attrs)
+    results = REFERENCE[node.op](*operands, **attrs)
+    if len(results) == 1 < len(node.results):
+        # The transient form of a grouped product: its results are column ranges.
+        return results[0].split([int(str(r.type.shape[-1])) for r in node.results], -1)
+    return results
 
 
 def _bind(kind: TensorType, tensor: Tensor, dims: dict[str, int], where: str) -> None:
