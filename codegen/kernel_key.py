@@ -20,8 +20,8 @@ from k3c.targets.target import Target
 
 Constants = Mapping[str, Constant]
 
-# Options of the code generator beyond its defaults.
-FLAGS = ("opt-level=3",)
+# Its passes and options are the flags of the code generator.
+_LOWERING = Path(__file__).with_name("tvm_lower.py")
 
 _OURS = "k3c.codegen"
 _SYMBOL_HEX_DIGITS = 12
@@ -61,7 +61,7 @@ def kernel_key(template: Template, constants: Constants, target: Target) -> str:
         "source": source_text(type(template).__module__),
         "constants": dict(constants),
         "arch": [target.kind, target.arch, target.mcpu, target.lanes, *target.features],
-        "flags": list(FLAGS),
+        "lowering": _LOWERING.read_text("utf-8"),
         "toolchain": dict(toolchain()),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

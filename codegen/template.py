@@ -1,7 +1,7 @@
 """What templates share: the registry of weight layouts, refusals, and sizes of values.
 
 A layout belongs to the template that reads it. Its family is the text of its name before the first
-dot; the rest of the name encodes every parameter, so that two packings of one weight differ in name.
+dot; the rest encodes every parameter, so that two packings of one weight differ in name.
 """
 
 from __future__ import annotations

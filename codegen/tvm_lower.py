@@ -1,8 +1,9 @@
 """From one TIR function to the bytes of an object file.
 
-Kernels go through TVM's own lowering. Two things differ from `tvm.compile`: the device of a kernel
-whose parameters are raw pointers is stated after lowering (a pass moves allocations out of an
-earlier statement of it), and functions that already have a C signature skip most passes.
+The passes are the few of TVM's pipeline that kernels written loop by loop need: those that hoist
+conditions or partition loops take minutes on a kernel with a chain of column ranges. The device of
+a function whose parameters are raw pointers is stated last: passes move allocations out of an
+earlier statement of it. Functions that already have a C signature skip most passes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tvm
+from tvm import s_tir
 from tvm import tirx as tir
 
 from k3c.targets.target import Target
@@ -28,8 +30,7 @@ def kernel_object(function: Any, symbol: str, target: Target) -> bytes:
     """Compile a kernel, exported as the packed function `__tvm_ffi_<symbol>`."""
     named = function.with_attr("global_symbol", symbol)
     bound = _bind(tvm.IRModule({symbol: named}), target)
-    lower, _, _ = tir.get_tir_pipeline("s_tir")
-    return _finish(lower(bound), target)
+    return _finish(tvm.ir.transform.Sequential(_kernel_passes())(bound), target)
 
 
 def plain_object(functions: dict[str, Any], target: Target) -> bytes:
@@ -37,6 +38,22 @@ def plain_object(functions: dict[str, Any], target: Target) -> bytes:
     bound = _bind(tvm.IRModule(functions), target)
     passes = [tir.transform.FlattenBuffer(), tir.transform.AnnotateEntryFunc()]
     return _finish(tvm.ir.transform.Sequential(passes)(bound), target)
+
+
+def _kernel_passes() -> list[Any]:
+    return [
+        s_tir.transform.StmtSimplify(),
+        tir.transform.FlattenBuffer(),
+        tir.transform.NarrowDataType(32),
+        tir.transform.VectorizeLoop(True),
+        tir.transform.UnrollLoop(),
+        s_tir.transform.StmtSimplify(),
+        s_tir.transform.RewriteUnsafeSelect(),
+        tir.transform.VerifyMemory(),
+        tir.transform.AnnotateEntryFunc(),
+        tir.transform.ConvertSSA(),
+        tir.transform.MakePackedAPI(),
+    ]
 
 
 def _bind(module: Any, target: Target) -> Any:

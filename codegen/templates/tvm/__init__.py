@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from k3c.codegen.templates.tvm.linear import LINEAR_DECODE
+from k3c.codegen.templates.tvm.linear_gemm import LINEAR_PREFILL
 from k3c.targets.catalogue import Template
 
-CPU_TEMPLATES: tuple[Template, ...] = ()
+CPU_TEMPLATES: tuple[Template, ...] = (
+    LINEAR_DECODE,
+    LINEAR_PREFILL,
+)

@@ -1,0 +1,371 @@
+"""What the kernels of `linear` share: their constants, the register tile and the epilogue.
+
+A tile is some rows of x times one panel of weights. Its accumulators are one small buffer each:
+the code generator keeps those in registers, while one above 1 KiB would become a heap allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as B
+
+from k3c.codegen.template import padded, refuse_dtype, result_bytes
+from k3c.codegen.templates.tvm.panel_layout import (
+    HALVES,
+    ColumnRange,
+    PanelLayout,
+    panel_layout,
+    parse_panel_layout,
+)
+from k3c.codegen.templates.tvm.vector import (
+    bits,
+    narrow,
+    put,
+    rounded,
+    situ,
+    span,
+    splat,
+    storage,
+    typed,
+    widen,
+)
+from k3c.ir.graph import LayerAttr, Node
+from k3c.ir.refusal import Refusal
+from k3c.targets.catalogue import Constant, Cost
+from k3c.targets.target import Target
+
+_HIGH_HALF = 0xFFFF0000
+_INDEX_LIMIT = 2**31  # weights are indexed in 32 bits
+_EPILOGUES = ("none", "situ")
+# Operations of SiTU counted for one output: two tanh and a sigmoid of about 20 each.
+_SITU_FLOPS = 60
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """Compile-time constants of a linear kernel.
+
+    Attributes:
+        layout: The weight's layout.
+        inner: K.
+        act: Dtype of x.
+        outs: Dtype of each result.
+        addend: Whether a third operand is added.
+        beta: Gate cap of SiTU.
+        linear_beta: Up cap of SiTU, or "none".
+    """
+
+    layout: PanelLayout
+    inner: int
+    act: str
+    outs: tuple[str, ...]
+    addend: bool
+    beta: float
+    linear_beta: float | str
+
+    @property
+    def lanes(self) -> int:
+        """f32 elements of a vector."""
+        return self.layout.lanes
+
+    @staticmethod
+    def of(constants: Mapping[str, Constant]) -> LinearShape:
+        """Return the shape that `linear_constants` described."""
+        cap = constants["linear_beta"]
+        return LinearShape(
+            layout=parse_panel_layout(str(constants["layout"])),
+            inner=int(constants["inner"]),
+            act=str(constants["act"]),
+            outs=tuple(str(constants["outs"]).split("-")),
+            addend=bool(constants["addend"]),
+            beta=float(constants["beta"]),
+            linear_beta=cap if isinstance(cap, str) else float(cap),
+        )
+
+
+def node_layout(node: Node, target: Target) -> PanelLayout:
+    """Return the panel layout of a node's weight."""
+    kinds = epilogues(node)
+    columns = [(r.type.sizes[1], k == "situ") for r, k in zip(node.results, kinds, strict=True)]
+    return panel_layout(node.operands[1].type.dtype.name, target.lanes, columns)
+
+
+def epilogues(node: Node) -> tuple[str, ...]:
+    """Return the epilogue of each result; without the attribute none has one."""
+    given = node.attrs.get("epilogues", ("none",) * len(node.results))
+    assert isinstance(given, tuple), f"epilogues of {node.op}: {given!r} is no tuple"
+    return tuple(str(e) for e in given)
+
+
+def linear_constants(node: Node, target: Target) -> dict[str, Constant]:
+    """Return the constants of a node's kernel, without rows."""
+    with_situ = "situ" in epilogues(node)
+    return {
+        "layout": node_layout(node, target).name,
+        "inner": node.operands[0].type.sizes[1],
+        "act": node.operands[0].type.dtype.name,
+        "outs": "-".join(r.type.dtype.name for r in node.results),
+        "addend": int(len(node.operands) > 2),
+        "beta": _number(node, "beta", 0.0) if with_situ else 0.0,
+        "linear_beta": _number(node, "linear_beta", "none") if with_situ else "none",
+    }
+
+
+def refuse_linear(node: Node, target: Target) -> Refusal | None:
+    """Return why no panel kernel implements a node, or None."""
+    if not 2 <= len(node.operands) <= 3 or not node.results:
+        return Refusal("linear takes x, w and at most one addend", len(node.operands))
+    for index in range(len(node.operands)):
+        refusal = refuse_dtype(node, index, ("f32", "bf16"))
+        if refusal is not None:
+            return refusal
+    return _refuse_results(node) or _refuse_sizes(node, target)
+
+
+def linear_cost(node: Node, target: Target) -> Cost:
+    """Return bytes and operations of one launch: packed weights once, x and results once."""
+    rows, inner = node.operands[0].type.sizes
+    layout = node_layout(node, target)
+    others = sum(v.type.nbytes for i, v in enumerate(node.operands) if i != 1)
+    flops = HALVES * rows * inner * node.operands[1].type.sizes[0]
+    for result, kind in zip(node.results, epilogues(node), strict=True):
+        flops += result.type.elements * _SITU_FLOPS if kind == "situ" else 0
+    return Cost(layout.nbytes(inner) + others, result_bytes(node), flops)
+
+
+def x_workspace_bytes(node: Node) -> int:
+    """Return the bytes of x as f32, where it has to be converted."""
+    x = node.operands[0].type
+    return 0 if x.dtype.name == "f32" else padded(x.elements * 4, 64)
+
+
+@dataclass(frozen=True)
+class LinearBuffers:
+    """The buffers of a kernel; `wide` is x in f32."""
+
+    x: Any
+    w: Any
+    addend: Any
+    outs: tuple[Any, ...]
+    wide: Any
+    rows: Any
+
+
+def linear_function(
+    shape: LinearShape, static_rows: int, body: Callable[[LinearBuffers], None]
+) -> Any:
+    """Return a kernel: parameters and buffers, x converted to f32, then `body`.
+
+    Args:
+        shape: The constants.
+        static_rows: Rows of x, or 0 where they are a run-time integer.
+        body: Emits the rest.
+    """
+    with IRBuilder() as made, B.prim_func():
+        B.func_attr({"tirx.noalias": True})
+        buffers = _declare(shape, static_rows)
+        if shape.act != "f32":
+            _convert_x(shape, buffers, static_rows)
+        body(buffers)
+    return made.get()
+
+
+def accumulate(
+    shape: LinearShape, buffers: LinearBuffers, panel: Any, rows: Sequence[Any], unroll: int
+) -> list[list[Any]]:
+    """Emit the product of some rows with a panel.
+
+    Args:
+        shape: The constants; `unroll` divides K.
+        buffers: The buffers.
+        panel: Index of the panel.
+        rows: Index of each row.
+        unroll: Steps of K in flight, each with its own accumulators, to hide the latency of FMA.
+
+    Returns:
+        For each row, the low and the high half of the panel's columns, f32 lanes.
+    """
+    n = shape.lanes
+    acc = [[B.alloc_buffer((n,), "float32") for _ in range(unroll * HALVES)] for _ in rows]
+    for a in (a for row in acc for a in row):
+        put(a, splat(0.0, n), span(0, n))
+    with B.serial(shape.inner // unroll) as step:
+        for u in range(unroll):
+            k = step * unroll + u
+            halves = _load_panel(shape, buffers.w, panel, k)
+            for row, sums in zip(rows, acc, strict=True):
+                x = T.bind(splat(buffers.wide[row, k], n))
+                for half in range(HALVES):
+                    a = sums[u * HALVES + half]
+                    put(a, a[span(0, n)] + halves[half] * x, span(0, n))
+    return [[_sum_of(sums[half::HALVES], n) for half in range(HALVES)] for sums in acc]
+
+
+def write_outputs(
+    shape: LinearShape, buffers: LinearBuffers, panel: Any, row: Any, sums: Any
+) -> None:
+    """Emit the epilogue of one row of a panel: the range that the panel lies in stores it."""
+    ranges = shape.layout.ranges
+    if len(ranges) == 1:
+        _write_range(shape, buffers, 0, (panel, row), sums)
+        return
+    for index, r in enumerate(ranges):
+        inside = (panel >= r.first_panel) & (panel < r.first_panel + r.panels)
+        with B.If(inside), B.Then():
+            _write_range(shape, buffers, index, (panel - r.first_panel, row), sums)
+
+
+def _declare(shape: LinearShape, static_rows: int) -> LinearBuffers:
+    pointer = {name: B.arg(name, B.handle()) for name in _pointers(shape)}
+    rows = static_rows or B.arg("rows", B.int64())
+    inner, layout, n = shape.inner, shape.layout, shape.lanes
+    x = B.decl_buffer((rows, inner), storage(shape.act), data=pointer["x"])
+    panel = (n,) if layout.dtype == "bf16" else (HALVES * n,)
+    kind = "uint32" if layout.dtype == "bf16" else "float32"
+    w = B.decl_buffer((layout.panels, inner, *panel), kind, data=pointer["w"])
+    outs = [
+        B.decl_buffer((rows, r.width), storage(out), data=pointer[f"y{i}"])
+        for i, (r, out) in enumerate(zip(layout.ranges, shape.outs, strict=True))
+    ]
+    addend = wide = None
+    if shape.addend:
+        shape_of_sum = (rows, layout.ranges[0].width)
+        addend = B.decl_buffer(shape_of_sum, storage(shape.act), data=pointer["addend"])
+    if shape.act != "f32":
+        wide = B.decl_buffer((rows, inner), "float32", data=pointer["scratch"])
+    return LinearBuffers(x, w, addend, tuple(outs), x if wide is None else wide, rows)
+
+
+def _pointers(shape: LinearShape) -> list[str]:
+    names = ["x", "w", *(["addend"] if shape.addend else [])]
+    names += [f"y{i}" for i in range(len(shape.outs))]
+    return names + ([] if shape.act == "f32" else ["scratch"])
+
+
+def _convert_x(shape: LinearShape, buffers: LinearBuffers, static_rows: int) -> None:
+    """Write x as f32; the few rows of a decode step are not worth a parallel launch."""
+    n = shape.lanes
+    whole = shape.inner // n
+    with B.serial(static_rows) if static_rows else B.parallel(buffers.rows) as row:
+        if whole:
+            with B.serial(whole) as block:
+                at = span(block * n, n)
+                put(buffers.wide, widen(buffers.x[row, at], shape.act, n), row, at)
+        for k in range(whole * n, shape.inner):
+            put(buffers.wide, widen(buffers.x[row, k], shape.act, 1), row, k)
+
+
+def _load_panel(shape: LinearShape, w: Any, panel: Any, k: Any) -> tuple[Any, Any]:
+    n = shape.lanes
+    if shape.layout.dtype == "f32":
+        return T.bind(w[panel, k, span(0, n)]), T.bind(w[panel, k, span(n, n)])
+    word, kind = T.bind(w[panel, k, span(0, n)]), typed("float32", n)
+    low = T.bind(T.reinterpret(kind, word << bits(16, n)))
+    return low, T.bind(T.reinterpret(kind, word & bits(_HIGH_HALF, n)))
+
+
+def _sum_of(parts: Sequence[Any], n: int) -> Any:
+    terms = [p[span(0, n)] for p in parts]
+    while len(terms) > 1:
+        terms = [T.bind(a + b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return T.bind(terms[0])
+
+
+def _write_range(
+    shape: LinearShape, buffers: LinearBuffers, index: int, at: tuple[Any, Any], sums: Any
+) -> None:
+    r, out, n = shape.layout.ranges[index], shape.outs[index], shape.lanes
+    local, row = at
+    if r.situ:
+        gate, up = (rounded(s, out, n) for s in sums)
+        value = situ(gate, up, shape.beta, shape.linear_beta, n)
+        _write(buffers.outs[index], r, (row, local * n), narrow(value, out, n), n)
+        return
+    for half in range(HALVES):
+        column = (local * HALVES + half) * n
+        if shape.addend:
+            _write_sum(shape, buffers, (row, column), sums[half])
+        else:
+            _write(buffers.outs[index], r, (row, column), narrow(sums[half], out, n), n)
+
+
+def _write(out: Any, r: ColumnRange, at: tuple[Any, Any], stored: Any, n: int) -> None:
+    """Emit a store of a vector at (row, column), cut at the range's width."""
+    row, column = at
+    value = T.bind(stored)
+    with B.If(column + n <= r.width):
+        with B.Then():
+            put(out, value, row, span(column, n))
+        with B.Else():
+            if r.width % n:
+                edge = B.alloc_buffer((n,), out.dtype)
+                put(edge, value, span(0, n))
+                with B.serial(n) as i, B.If(column + i < r.width), B.Then():
+                    put(out, edge[i], row, column + i)
+            else:
+                B.evaluate(0)
+
+
+def _write_sum(shape: LinearShape, buffers: LinearBuffers, at: tuple[Any, Any], acc: Any) -> None:
+    """Emit addend + round(acc), rounded; lanes past the width read and write nothing."""
+    r, out, n = shape.layout.ranges[0], shape.outs[0], shape.lanes
+    row, column = at
+    product = T.bind(rounded(acc, out, n))
+    with B.If(column + n <= r.width):
+        with B.Then():
+            other = widen(buffers.addend[row, span(column, n)], shape.act, n)
+            put(buffers.outs[0], narrow(product + other, out, n), row, span(column, n))
+        with B.Else():
+            if r.width % n:
+                edge = B.alloc_buffer((n,), "float32")
+                put(edge, product, span(0, n))
+                with B.serial(n) as i, B.If(column + i < r.width), B.Then():
+                    other = widen(buffers.addend[row, column + i], shape.act, 1)
+                    put(buffers.outs[0], narrow(edge[i] + other, out, 1), row, column + i)
+            else:
+                B.evaluate(0)
+
+
+def _refuse_results(node: Node) -> Refusal | None:
+    kinds = epilogues(node)
+    unknown = sorted(set(kinds) - set(_EPILOGUES))
+    if unknown:
+        return Refusal(f"epilogue must be {' or '.join(_EPILOGUES)}", unknown[0])
+    if len(kinds) != len(node.results):
+        return Refusal(f"{len(node.results)} results need as many epilogues", len(kinds))
+    for result in node.results:
+        if result.type.dtype.name not in ("f32", "bf16"):
+            return Refusal("results of linear must be f32 or bf16", result.type.dtype.name)
+    if len(node.operands) > 2:
+        return _refuse_addend(node, kinds)
+    return None
+
+
+def _refuse_addend(node: Node, kinds: tuple[str, ...]) -> Refusal | None:
+    if kinds != ("none",):
+        return Refusal("an addend needs one result without epilogue", kinds)
+    dtypes = {v.type.dtype.name for v in (node.operands[0], node.operands[2], node.results[0])}
+    return None if len(dtypes) == 1 else Refusal("x, addend and result differ in dtype", dtypes)
+
+
+def _refuse_sizes(node: Node, target: Target) -> Refusal | None:
+    x, w = node.operands[0].type.sizes, node.operands[1].type.sizes
+    if len(x) != 2 or len(w) != 2 or x[1] != w[1]:
+        return Refusal("linear needs x [T, K] and w [N, K]", (x, w))
+    layout = node_layout(node, target)
+    consumed = sum(r.source_rows for r in layout.ranges)
+    if consumed != w[0]:
+        return Refusal(f"the results use {consumed} weight rows", w[0])
+    words = layout.nbytes(w[1]) // 4
+    return None if words < _INDEX_LIMIT else Refusal("2^31 weight words or more", words)
+
+
+def _number(node: Node, name: str, default: float | str) -> float | str:
+    value = node.attrs.get(name, default)
+    assert not isinstance(value, tuple | LayerAttr), f"{node.op}: {name} is {value}"
+    return value if isinstance(value, str) else float(value)

@@ -1,0 +1,90 @@
+"""linear for any number of rows: register tiles over the panels that decode streams.
+
+A task is a panel; it stays in the nearest cache while the tiles walk over the rows. The last tile
+repeats the last row instead of reading past it, and stores only rows that exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tvm.script import tirx as T
+from tvm.tirx.script import builder as B
+
+from k3c.codegen.templates.tvm.linear_common import (
+    LinearBuffers,
+    LinearShape,
+    accumulate,
+    linear_constants,
+    linear_cost,
+    linear_function,
+    node_layout,
+    refuse_linear,
+    write_outputs,
+    x_workspace_bytes,
+)
+from k3c.ir.graph import Node
+from k3c.ir.refusal import Refusal
+from k3c.targets.catalogue import Constant, Cost, Scalar
+from k3c.targets.target import Target
+
+# Rows of a tile by lanes: with two accumulators a row, 12 of 16 or 24 of 32 registers.
+_TILE_ROWS = {8: 6, 16: 12}
+
+
+class LinearPrefill:
+    """`linear` with rows as a run-time integer."""
+
+    name = "linear_prefill"
+    op = "linear"
+    reference = "linear"
+
+    def accepts(self, node: Node, target: Target) -> Refusal | None:
+        """Return why this is not the template for a node, or None."""
+        return refuse_linear(node, target)
+
+    def layouts(self, node: Node, target: Target) -> Mapping[int, str]:
+        """Return the panel layout of the weight."""
+        return {1: node_layout(node, target).name}
+
+    def constants(self, node: Node, target: Target) -> Mapping[str, Constant]:
+        """Return the compile-time constants."""
+        return linear_constants(node, target)
+
+    def scalars(self, node: Node) -> tuple[Scalar, ...]:
+        """Return the run-time integers: rows."""
+        return (("rows", node.operands[0].type.sizes[0]),)
+
+    def workspace_bytes(self, node: Node, target: Target) -> int:
+        """Return the bytes of x as f32."""
+        return x_workspace_bytes(node)
+
+    def cost(self, node: Node, target: Target) -> Cost:
+        """Return bytes and operations of one launch."""
+        return linear_cost(node, target)
+
+    def build(self, constants: Mapping[str, Constant], target: Target) -> Any:
+        """Return the kernel."""
+        shape = LinearShape.of(constants)
+
+        def body(buffers: LinearBuffers) -> None:
+            tile = _TILE_ROWS[shape.lanes]
+            tiles = T.floordiv(buffers.rows + (tile - 1), tile)
+            with B.parallel(shape.layout.panels) as panel, B.serial(tiles) as index:
+                _emit_tile(shape, buffers, panel, T.bind(index * tile))
+
+        return linear_function(shape, 0, body)
+
+
+def _emit_tile(shape: LinearShape, buffers: LinearBuffers, panel: Any, first: Any) -> None:
+    tile = _TILE_ROWS[shape.lanes]
+    last = buffers.rows - 1
+    rows = [T.bind(T.min(first + i, last)) for i in range(tile)]
+    sums = accumulate(shape, buffers, panel, rows, 1)
+    for i, halves in enumerate(sums):
+        with B.If(first + i < buffers.rows), B.Then():
+            write_outputs(shape, buffers, panel, first + i, halves)
+
+
+LINEAR_PREFILL = LinearPrefill()
