@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from k3c.codegen.templates.tvm import combine, dispatch, gather, pointwise, route_topk
 from k3c.codegen.templates.tvm.linear import LINEAR_DECODE
 from k3c.codegen.templates.tvm.linear_gemm import LINEAR_PREFILL
 from k3c.targets.catalogue import Template
@@ -9,4 +10,9 @@ from k3c.targets.catalogue import Template
 CPU_TEMPLATES: tuple[Template, ...] = (
     LINEAR_DECODE,
     LINEAR_PREFILL,
+    *gather.TEMPLATES,
+    *route_topk.TEMPLATES,
+    *dispatch.TEMPLATES,
+    *combine.TEMPLATES,
+    *pointwise.TEMPLATES,
 )
