@@ -1,17 +1,33 @@
-"""What the two KDA kernels share: constants, vector math, convolution, gate and output norm.
-
-The kernels work on one head of one segment a task. Everything here is an inline part of such a
-task: it runs over the `n` rows from `row` on and reads or writes the task's local f32 buffers.
-"""
+"""What the two KDA templates share: constants, layout of the taps, refusals, costs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from tvm.script import tirx as T
+import numpy as np
+
+from k3c.codegen.template import (
+    Array,
+    LayoutFamily,
+    operand_bytes,
+    refuse_dtype,
+    register_layout,
+    result_bytes,
+)
+from k3c.codegen.templates.tvm.vector import storage
+from k3c.ir.graph import Node
+from k3c.ir.refusal import Refusal
+from k3c.ir.types import TensorType
+from k3c.targets.catalogue import Constant, Cost, Scalar
+from k3c.targets.target import Target
 
 TAPS = 4  # the convolution's width; its state holds TAPS - 1 raw rows
+_TAPS_LAYOUT = f"taps_f32.{TAPS}"
+_CONV_WEIGHTS = (6, 7, 8)
+# Rows of a head's values stay below TVM's limit of 1024 bytes for buffers on the stack.
+_MAX_HEAD_DIM = 252
+_STATE = 13
 
 
 @dataclass(frozen=True)
@@ -24,7 +40,7 @@ class KdaShape:
         value: V, value width of a head.
         lanes: f32 elements of a vector; divides K and V.
         act: Activation dtype, "bf16" or "f32".
-        lower_bound: Bound of the log decay; None selects the unbounded softplus gate.
+        lower_bound: Bound of the log decay; "none" selects the unbounded softplus gate.
         scale: Factor on the normalised query.
         l2_eps: Epsilon of the query and key norms.
         eps: Epsilon of the output norm.
@@ -35,15 +51,10 @@ class KdaShape:
     value: int
     lanes: int
     act: str
-    lower_bound: float | None
+    lower_bound: float | str
     scale: float
     l2_eps: float
     eps: float
-
-    @property
-    def storage(self) -> str:
-        """Dtype of an activation buffer: bf16 is kept as its bits."""
-        return "uint16" if self.act == "bf16" else "float32"
 
     @property
     def keys(self) -> int:
@@ -61,214 +72,93 @@ class KdaShape:
         return 2 * self.keys + self.values
 
     @property
-    def strip(self) -> int:
-        """Value columns that a decode pass keeps in registers: 4, 2 or 1 vectors."""
-        return next(n * self.lanes for n in (4, 2, 1) if self.value % (n * self.lanes) == 0)
+    def storage(self) -> str:
+        """Dtype of an activation buffer."""
+        return storage(self.act)
+
+    def strip(self, vectors: int) -> int:
+        """Return the widest strip of at most `vectors` vectors whose width divides V."""
+        counts = range(vectors, 0, -1)
+        return next(n * self.lanes for n in counts if self.value % (n * self.lanes) == 0)
 
 
-def splat(value: Any, lanes: int) -> Any:
-    """Return a scalar in every lane; a Python number becomes f32."""
-    scalar = T.float32(value) if isinstance(value, int | float) else value
-    return T.broadcast(scalar, lanes)
+def pack_taps(type_: TensorType, arrays: Sequence[Array]) -> Array:
+    """Return f32[P, 4] as the bytes of f32[4, P]: one tap of neighbouring channels is a vector."""
+    taps = np.asarray(arrays[0], np.float32).reshape(type_.sizes)
+    return np.ascontiguousarray(taps.T).reshape(-1).view(np.uint8)
 
 
-def span(start: Any, lanes: int) -> Any:
-    """Return the index of `lanes` consecutive elements from `start`."""
-    return T.ramp(start, 1, lanes)
+def unpack_taps(type_: TensorType, data: Array) -> tuple[Array, ...]:
+    """Return f32[P, 4]."""
+    channels, taps = type_.sizes
+    return (np.ascontiguousarray(data.view(np.float32).reshape(taps, channels).T),)
 
 
-def widen(bits: Any, c: KdaShape) -> Any:
-    """Return loaded activations as f32 lanes."""
-    if c.act == "f32":
-        return bits
-    wide = T.Cast(f"uint32x{c.lanes}", bits) << T.broadcast(T.uint32(16), c.lanes)
-    return T.reinterpret(f"float32x{c.lanes}", wide)
+register_layout(LayoutFamily("taps_f32", pack_taps, unpack_taps, lambda type_: type_.nbytes))
 
 
-def narrow(value: Any, c: KdaShape) -> Any:
-    """Return f32 lanes as activations to store: nearest, ties to even; NaN stays NaN."""
-    if c.act == "f32":
-        return value
-    n = c.lanes
-    x = T.bind(value)
-    u = T.bind(T.reinterpret(f"uint32x{n}", x))
-    one, half = T.broadcast(T.uint32(1), n), T.broadcast(T.uint32(0x7FFF), n)
-    rounded = (u + (half + ((u >> T.broadcast(T.uint32(16), n)) & one))) >> T.broadcast(
-        T.uint32(16), n
+def refuse_kda(node: Node) -> Refusal | None:
+    """Return why no KDA kernel here implements a node, or None."""
+    _, _, key, value = node.operands[_STATE].type.sizes
+    taps = node.operands[_CONV_WEIGHTS[0]].type.sizes[1]
+    if taps != TAPS:
+        return Refusal(f"kda kernels convolve over {TAPS} tokens", str(taps))
+    if key % 4 or value % 4 or max(key, value) > _MAX_HEAD_DIM:
+        limit = f"kda head widths must be multiples of 4, at most {_MAX_HEAD_DIM}"
+        return Refusal(limit, f"{key} and {value}")
+    return refuse_dtype(node, 0, ("bf16", "f32")) or refuse_dtype(node, _STATE, ("f32",))
+
+
+def kda_layouts() -> Mapping[int, str]:
+    """Return the layout of the convolution weights."""
+    return dict.fromkeys(_CONV_WEIGHTS, _TAPS_LAYOUT)
+
+
+def kda_constants(node: Node, target: Target) -> Mapping[str, Constant]:
+    """Return the fields of `KdaShape`."""
+    _, heads, key, value = node.operands[_STATE].type.sizes
+    bound = node.attrs["lower_bound"]
+    assert isinstance(bound, float | int | str), f"lower_bound is {bound!r}"
+    widths = (target.lanes, 8, 4)
+    numbers = {name: _number(node, name) for name in ("scale", "l2_eps", "eps")}
+    return {
+        "heads": heads,
+        "key": key,
+        "value": value,
+        "lanes": next(n for n in widths if key % n == 0 and value % n == 0),
+        "act": node.operands[0].type.dtype.name,
+        "lower_bound": bound,
+        **numbers,
+    }
+
+
+def kda_shape(constants: Mapping[str, Constant]) -> KdaShape:
+    """Return the constants as a shape."""
+    return KdaShape(**constants)  # type: ignore[arg-type]
+
+
+def kda_scalars(node: Node) -> tuple[Scalar, ...]:
+    """Return the run-time integers: rows, segments, slots."""
+    return (
+        ("rows", node.operands[0].type.sizes[0]),
+        ("segments", node.operands[14].type.sizes[0]),
+        ("slots", node.operands[_STATE].type.sizes[0]),
     )
-    quiet = T.broadcast(T.uint32(0x7FC0), n)
-    return T.Cast(f"uint16x{n}", T.Select(x == x, rounded, quiet))
 
 
-def rounded(value: Any, c: KdaShape) -> Any:
-    """Return f32 lanes rounded to the activation dtype and widened again."""
-    return value if c.act == "f32" else widen(narrow(value, c), c)
+def kda_cost(node: Node) -> Cost:
+    """Return what one launch costs when every segment is live: its state is read and written."""
+    slots, heads, key, value = node.operands[_STATE].type.sizes
+    rows, segments = node.operands[0].type.sizes[0], node.operands[14].type.sizes[0]
+    pools = [node.operands[i].type.nbytes for i in (12, _STATE)]
+    live = sum(pools) * segments // slots
+    read = operand_bytes(node) - sum(pools) + live
+    write = result_bytes(node) - sum(pools) + live
+    # Per row and head: two reads and one update of the state, a multiply and an add each.
+    return Cost(read, write, 6 * rows * heads * key * value)
 
 
-def _exp_parts(value: Any, n: int) -> tuple[Any, Any]:
-    """Return s = 2^k and p with exp(x) = s + s p, |p| < 0.42; x is held in [-87, 88], NaN passes."""
-    x = T.bind(value)
-    x = T.bind(T.Select(x < splat(-87.0, n), splat(-87.0, n), x))
-    x = T.bind(T.Select(x > splat(88.0, n), splat(88.0, n), x))
-    # Adding 1.5 * 2^23 leaves round(x / ln 2) in the low bits of the sum.
-    magic = splat(12582912.0, n)
-    t = T.bind(x * splat(1.4426950408889634, n) + magic)
-    k = T.bind(t - magic)
-    r = T.bind(x - k * splat(0.693359375, n) + k * splat(2.12194440e-4, n))
-    s = T.bind(
-        T.reinterpret(
-            f"float32x{n}",
-            (T.reinterpret(f"int32x{n}", t) << T.broadcast(T.int32(23), n))
-            + T.broadcast(T.int32(0x3F800000), n),
-        )
-    )
-    # Taylor terms of expm1 to r^7: the next is below 2e-8 of r for |r| <= ln 2 / 2.
-    p = splat(1 / 5040, n)
-    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0):
-        p = T.bind(p * r + splat(factor, n))
-    return s, T.bind(p * r)
-
-
-def exp(value: Any, n: int) -> Any:
-    """Return exp of f32 lanes."""
-    s, p = _exp_parts(value, n)
-    return T.bind(s * p + s)
-
-
-def expm1(value: Any, n: int) -> Any:
-    """Return exp(x) - 1 of f32 lanes, exact to rounding near 0.
-
-    A decay a is kept as a - 1: near 1 the rounding of a itself, repeated each token, would bend a
-    slow channel's time constant.
-    """
-    s, p = _exp_parts(value, n)
-    return T.bind(s * p + (s - splat(1.0, n)))
-
-
-def sigmoid(value: Any, n: int) -> Any:
-    """Return the logistic function of f32 lanes."""
-    return T.bind(splat(1.0, n) / (splat(1.0, n) + exp(splat(0.0, n) - value, n)))
-
-
-def softplus(value: Any, n: int) -> Any:
-    """Return log(1 + exp(x)) of f32 lanes, to rounding at both ends."""
-    x = T.bind(value)
-    zero = splat(0.0, n)
-    e = exp(T.Select(x > zero, zero - x, x), n)
-    # log1p(e) = 2 atanh(e / (2 + e)) with the argument in (0, 1/3].
-    a = T.bind(e / (splat(2.0, n) + e))
-    a2 = T.bind(a * a)
-    p = splat(1 / 17, n)
-    for odd in (15, 13, 11, 9, 7, 5, 3, 1):
-        p = T.bind(p * a2 + splat(1 / odd, n))
-    return T.bind(T.Select(x > zero, x, zero) + splat(2.0, n) * a * p)
-
-
-@T.inline
-def convolve(c, dst, width, raw, taps, history, offset, h, slot, row, n):
-    """dst[i] = SiLU of the causal convolution at row + i; history ends as the last 3 raw rows."""
-    for d in range(width // c.lanes):
-        at = T.bind(h * width + d * c.lanes)
-        window = T.alloc_buffer((3 * c.lanes,), "float32", scope="local")
-        for j in T.unroll(3):
-            window[span(j * c.lanes, c.lanes)] = widen(
-                history[slot, j, span(offset + at, c.lanes)], c
-            )
-        for i in range(n):
-            x = T.bind(widen(raw[row + i, span(at, c.lanes)], c))
-            acc = T.bind(
-                window[span(0, c.lanes)] * taps[0, span(at, c.lanes)]
-                + window[span(c.lanes, c.lanes)] * taps[1, span(at, c.lanes)]
-                + window[span(2 * c.lanes, c.lanes)] * taps[2, span(at, c.lanes)]
-                + x * taps[3, span(at, c.lanes)]
-            )
-            for j in T.unroll(2):
-                window[span(j * c.lanes, c.lanes)] = window[span((j + 1) * c.lanes, c.lanes)]
-            window[span(2 * c.lanes, c.lanes)] = x
-            dst[i, span(d * c.lanes, c.lanes)] = rounded(acc * sigmoid(acc, c.lanes), c)
-        for j in T.unroll(3):
-            history[slot, j, span(offset + at, c.lanes)] = narrow(
-                window[span(j * c.lanes, c.lanes)], c
-            )
-
-
-@T.inline
-def dot(c, total, a, b, i, width):
-    """total[0] = sum of a[i] * b[i], lane by lane and then across the lanes."""
-    lane = T.alloc_buffer((c.lanes,), "float32", scope="local")
-    lane[span(0, c.lanes)] = splat(0.0, c.lanes)
-    for d in range(width // c.lanes):
-        lane[span(0, c.lanes)] += (
-            a[i, span(d * c.lanes, c.lanes)] * b[i, span(d * c.lanes, c.lanes)]
-        )
-    total[0] = T.float32(0)
-    for j in T.unroll(c.lanes):
-        total[0] += lane[j]
-
-
-@T.inline
-def l2_normalise(c, x, i, scale):
-    """x[i] = scale * x[i] / sqrt(sum of squares + l2_eps)."""
-    total = T.alloc_buffer((1,), "float32", scope="local")
-    dot(c, total, x, x, i, c.key)
-    factor = T.bind(T.float32(scale) / T.sqrt(total[0] + T.float32(c.l2_eps)))
-    for d in range(c.key // c.lanes):
-        x[i, span(d * c.lanes, c.lanes)] = x[i, span(d * c.lanes, c.lanes)] * splat(factor, c.lanes)
-
-
-def log_decay(c: KdaShape, f: Any, rate: Any, bias: Any) -> Any:
-    """Return g, the natural log of the decay, of one vector of channels."""
-    x = T.bind(f + bias)
-    if c.lower_bound is None:
-        return T.bind(splat(0.0, c.lanes) - rate * softplus(x, c.lanes))
-    return T.bind(splat(c.lower_bound, c.lanes) * sigmoid(rate * x, c.lanes))
-
-
-@T.inline
-def write_output(c, out, o, i, z, weight, h, row):
-    """out[row] = RMS norm of o[i] (rounded first) * weight * sigmoid(z), for head h."""
-    for d in range(c.value // c.lanes):
-        o[i, span(d * c.lanes, c.lanes)] = rounded(o[i, span(d * c.lanes, c.lanes)], c)
-    total = T.alloc_buffer((1,), "float32", scope="local")
-    dot(c, total, o, o, i, c.value)
-    factor = T.bind(T.float32(1) / T.sqrt(total[0] * T.float32(1 / c.value) + T.float32(c.eps)))
-    for d in range(c.value // c.lanes):
-        at = T.bind(h * c.value + d * c.lanes)
-        gate = sigmoid(widen(z[row, span(at, c.lanes)], c), c.lanes)
-        normal = T.bind(o[i, span(d * c.lanes, c.lanes)] * splat(factor, c.lanes))
-        out[row, span(at, c.lanes)] = narrow(normal * weight[span(d * c.lanes, c.lanes)] * gate, c)
-
-
-@T.inline
-def clear_padding(c, out, seg_start, seg_tokens, segments, rows, h, s):
-    """Zero head h of every segments-th row, from row s, that no segment owns."""
-    owned = T.alloc_buffer((1,), "int32", scope="local")
-    for j in range((rows - s + segments - 1) // segments):
-        r = T.bind(s + j * segments)
-        owned[0] = 0
-        for other in range(segments):
-            first = T.bind(T.Cast("int64", seg_start[other]))
-            if r >= first and r < first + T.Cast("int64", seg_tokens[other]):
-                owned[0] = 1
-        if owned[0] == 0:
-            for d in range(c.value // c.lanes):
-                out[r, span(h * c.value + d * c.lanes, c.lanes)] = T.broadcast(
-                    T.Cast(c.storage, 0), c.lanes
-                )
-
-
-@T.inline
-def forget(c, history, state, h, slot):
-    """Zero head h of a slot: a request's first step must not read what the slot held before."""
-    for j in range(3):
-        for d in range(c.key // c.lanes):
-            zero = T.broadcast(T.Cast(c.storage, 0), c.lanes)
-            history[slot, j, span(h * c.key + d * c.lanes, c.lanes)] = zero
-            history[slot, j, span(c.keys + h * c.key + d * c.lanes, c.lanes)] = zero
-        for d in range(c.value // c.lanes):
-            history[slot, j, span(2 * c.keys + h * c.value + d * c.lanes, c.lanes)] = T.broadcast(
-                T.Cast(c.storage, 0), c.lanes
-            )
-    for d in range(c.key):
-        for e in range(c.value // c.lanes):
-            state[slot, h, d, span(e * c.lanes, c.lanes)] = splat(0.0, c.lanes)
+def _number(node: Node, name: str) -> float:
+    value = node.attrs[name]
+    assert isinstance(value, float | int), f"{name} is {value!r}"
+    return float(value)
