@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from k3c.codegen.templates.tvm import combine, dispatch, gather, pointwise, route_topk
+from k3c.codegen.templates.tvm import (
+    attn_res_norm,
+    combine,
+    dispatch,
+    gather,
+    mla_append,
+    pointwise,
+    rms_norm,
+    route_topk,
+)
 from k3c.codegen.templates.tvm.linear import LINEAR_DECODE
 from k3c.codegen.templates.tvm.linear_gemm import LINEAR_PREFILL
 from k3c.targets.catalogue import Template
@@ -15,4 +24,7 @@ CPU_TEMPLATES: tuple[Template, ...] = (
     *dispatch.TEMPLATES,
     *combine.TEMPLATES,
     *pointwise.TEMPLATES,
+    *attn_res_norm.TEMPLATES,
+    *rms_norm.TEMPLATES,
+    *mla_append.TEMPLATES,
 )
