@@ -88,11 +88,11 @@ def _gate(c, f, dt_bias, rate, qn, kn, em1, aq, ak, h, row):
     """
     for d in range(c.key // c.lanes):
         at = T.bind(h * c.key + d * c.lanes)
-        bias = dt_bias[span(at, c.lanes)]
-        g = log_decay(c, widen(f[row, span(at, c.lanes)], c.act, c.lanes), rate, bias)
-        loss = expm1(g, c.lanes)
-        query = hold(qn[0, span(d * c.lanes, c.lanes)])
-        key = hold(kn[0, span(d * c.lanes, c.lanes)])
+        bias = T.meta_var(dt_bias[span(at, c.lanes)])
+        g = T.meta_var(log_decay(c, widen(f[row, span(at, c.lanes)], c.act, c.lanes), rate, bias))
+        loss = T.meta_var(expm1(g, c.lanes))
+        query = T.meta_var(hold(qn[0, span(d * c.lanes, c.lanes)]))
+        key = T.meta_var(hold(kn[0, span(d * c.lanes, c.lanes)]))
         em1[span(d * c.lanes, c.lanes)] = loss
         aq[span(d * c.lanes, c.lanes)] = query + query * loss
         ak[span(d * c.lanes, c.lanes)] = key + key * loss
@@ -108,12 +108,15 @@ def _update(c, width, state, kn, vv, em1, aq, ak, kq, beta, h, slot):
             acc[span(u * c.lanes, c.lanes)] = splat(0.0, c.lanes)
         for d in range(c.key):
             for u in T.unroll(width // c.lanes):
-                s = hold(state[slot, h, d, span(first + u * c.lanes, c.lanes)])
+                s = T.meta_var(hold(state[slot, h, d, span(first + u * c.lanes, c.lanes)]))
                 acc[span(u * c.lanes, c.lanes)] += s * splat(ak[d], c.lanes)
                 acc[span(width + u * c.lanes, c.lanes)] += s * splat(aq[d], c.lanes)
         for u in T.unroll(width // c.lanes):
-            e = hold(
-                beta * (vv[0, span(first + u * c.lanes, c.lanes)] - acc[span(u * c.lanes, c.lanes)])
+            e = T.meta_var(
+                hold(
+                    beta
+                    * (vv[0, span(first + u * c.lanes, c.lanes)] - acc[span(u * c.lanes, c.lanes)])
+                )
             )
             acc[span(u * c.lanes, c.lanes)] = e
             vv[0, span(first + u * c.lanes, c.lanes)] = (
@@ -121,7 +124,7 @@ def _update(c, width, state, kn, vv, em1, aq, ak, kq, beta, h, slot):
             )
         for d in range(c.key):
             for u in T.unroll(width // c.lanes):
-                s = hold(state[slot, h, d, span(first + u * c.lanes, c.lanes)])
+                s = T.meta_var(hold(state[slot, h, d, span(first + u * c.lanes, c.lanes)]))
                 state[slot, h, d, span(first + u * c.lanes, c.lanes)] = s + (
                     s * splat(em1[d], c.lanes)
                     + splat(kn[0, d], c.lanes) * acc[span(u * c.lanes, c.lanes)]
@@ -177,8 +180,10 @@ def _kernel(c: KdaShape) -> Any:
                 forget(c, history, state, h, slot)
             for t in range(seg_tokens[s]):
                 row = T.bind(T.Cast("int64", seg_start[s] + t))
-                rate = exp(splat(a_log[h], c.lanes), c.lanes)
-                beta = sigmoid(widen(T.broadcast(b[row, h], c.lanes), c.act, c.lanes), c.lanes)
+                rate = T.meta_var(exp(splat(a_log[h], c.lanes), c.lanes))
+                beta = T.meta_var(
+                    sigmoid(widen(T.broadcast(b[row, h], c.lanes), c.act, c.lanes), c.lanes)
+                )
                 convolve(c, qn, 0, c.key, q, conv_q, history, 0, h, slot, row, 1)
                 convolve(c, kn, 0, c.key, k, conv_k, history, c.keys, h, slot, row, 1)
                 convolve(c, vv, 0, c.value, v, conv_v, history, 2 * c.keys, h, slot, row, 1)

@@ -57,12 +57,14 @@ def convolve(c, into, base, width, raw, taps, history, offset, h, slot, row, n):
                 history[slot, j, span(offset + at, c.lanes)], c.act, c.lanes
             )
         for i in range(n):
-            x = hold(widen(raw[row + i, span(at, c.lanes)], c.act, c.lanes))
-            total = hold(
-                window[span(0, c.lanes)] * taps[0, span(at, c.lanes)]
-                + window[span(c.lanes, c.lanes)] * taps[1, span(at, c.lanes)]
-                + window[span(2 * c.lanes, c.lanes)] * taps[2, span(at, c.lanes)]
-                + x * taps[3, span(at, c.lanes)]
+            x = T.meta_var(hold(widen(raw[row + i, span(at, c.lanes)], c.act, c.lanes)))
+            total = T.meta_var(
+                hold(
+                    window[span(0, c.lanes)] * taps[0, span(at, c.lanes)]
+                    + window[span(c.lanes, c.lanes)] * taps[1, span(at, c.lanes)]
+                    + window[span(2 * c.lanes, c.lanes)] * taps[2, span(at, c.lanes)]
+                    + x * taps[3, span(at, c.lanes)]
+                )
             )
             for j in T.unroll(2):
                 window[span(j * c.lanes, c.lanes)] = window[span((j + 1) * c.lanes, c.lanes)]
@@ -103,15 +105,13 @@ def write_output(c, out, o, i, z, weight, h, row):
     """out[row] of head h = RMS norm of o[i], rounded first, * weight * sigmoid(z)."""
     squares = T.alloc_buffer((1,), "float32")
     for d in range(c.value // c.lanes):
-        o[i, span(d * c.lanes, c.lanes)] = rounded(
-            o[i, span(d * c.lanes, c.lanes)], c.act, c.lanes
-        )
+        o[i, span(d * c.lanes, c.lanes)] = rounded(o[i, span(d * c.lanes, c.lanes)], c.act, c.lanes)
     dot(c, squares, o, o, i, c.value)
     squares[0] = T.float32(1) / T.sqrt(squares[0] * T.float32(1 / c.value) + T.float32(c.eps))
     for d in range(c.value // c.lanes):
         at = T.bind(h * c.value + d * c.lanes)
-        gate = sigmoid(widen(z[row, span(at, c.lanes)], c.act, c.lanes), c.lanes)
-        normal = hold(o[i, span(d * c.lanes, c.lanes)] * splat(squares[0], c.lanes))
+        gate = T.meta_var(sigmoid(widen(z[row, span(at, c.lanes)], c.act, c.lanes), c.lanes))
+        normal = T.meta_var(hold(o[i, span(d * c.lanes, c.lanes)] * splat(squares[0], c.lanes)))
         out[row, span(at, c.lanes)] = narrow(
             normal * weight[span(d * c.lanes, c.lanes)] * gate, c.act, c.lanes
         )
