@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from k3c.codegen.templates.tvm import kda_decode
+from k3c.codegen.templates.tvm import kda_decode, kda_prefill
 from k3c.export.ops import REFERENCE
 from tests.support.kda_case import CONV_STATE, KDA_STATE, KdaCase
 from tests.support.kernel_runner import run
 
-DECODE = kda_decode.TEMPLATES[0]
+DECODE, PREFILL = kda_decode.TEMPLATES[0], kda_prefill.TEMPLATES[0]
 # f32 throughout but another order of sums over up to 128 terms, and exp to 2e-7.
 F32_BOUND = 2e-5
 # One bf16 rounding (2^-9) of an output, twice where o and its norm round apart: an ulp either way.
@@ -74,3 +74,17 @@ def test_decode_of_padding_alone_writes_zeros_and_no_slot():
     assert not out.any()
     assert torch.isnan(history).all()
     assert torch.isnan(state).all()
+
+
+PREFILL_CASES = [
+    KdaCase(2, 128, 128, 64, (33, 1, 0, 30), (7, 2, 0, 0)),
+    KdaCase(6, 32, 32, 100, (63, 36), (0, 5), act=torch.float32),
+    KdaCase(3, 64, 64, 20, (16, 3), (4, 0), act=torch.float32, lower_bound="none"),
+    KdaCase(12, 20, 20, 17, (3, 0, 12, 1, 0), (0, 0, 2, 3, 0), act=torch.float32),
+    KdaCase(96, 16, 16, 40, (0, 40), (0, 0)),
+]
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
+def test_prefill_equals_the_reference_and_touches_only_its_slots(case):
+    check(PREFILL, case)
