@@ -7,6 +7,7 @@ from k3c.codegen.templates.tvm import (
     combine,
     dispatch,
     gather,
+    mla_absorb,
     mla_append,
     pointwise,
     rms_norm,
@@ -27,4 +28,5 @@ CPU_TEMPLATES: tuple[Template, ...] = (
     *attn_res_norm.TEMPLATES,
     *rms_norm.TEMPLATES,
     *mla_append.TEMPLATES,
+    *mla_absorb.TEMPLATES,
 )
