@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import tirx as tir
+from tvm import tirx
 
 from k3c.artifact import SPACES, Arg, Buffer, Command, LayerCall, Plan
 from k3c.codegen.tvm_lower import plain_object
@@ -21,6 +21,8 @@ from k3c.errors import CodegenError
 from k3c.targets.target import Target
 
 PACKED_PREFIX = "__tvm_ffi_"
+# TVM annotates indices as expressions, and takes integers all the same.
+tir: Any = tirx
 # TVMFFIAny is 16 bytes, two int64 here: the type index (small, so its padding is zero), the value.
 _ANY_WORDS = 2
 _TYPE_INT, _TYPE_POINTER = 1, 4

@@ -13,6 +13,7 @@ from k3c.codegen.templates.tvm import (
     rms_norm,
     route_topk,
 )
+from k3c.codegen.templates.tvm.grouped_gemm import GROUPED_DECODE, GROUPED_PREFILL
 from k3c.codegen.templates.tvm.linear import LINEAR_DECODE
 from k3c.codegen.templates.tvm.linear_gemm import LINEAR_PREFILL
 from k3c.targets.catalogue import Template
@@ -20,6 +21,8 @@ from k3c.targets.catalogue import Template
 CPU_TEMPLATES: tuple[Template, ...] = (
     LINEAR_DECODE,
     LINEAR_PREFILL,
+    GROUPED_DECODE,
+    GROUPED_PREFILL,
     *gather.TEMPLATES,
     *route_topk.TEMPLATES,
     *dispatch.TEMPLATES,

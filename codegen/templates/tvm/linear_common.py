@@ -12,22 +12,24 @@ from typing import Any
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
-from tvm.tirx.script import builder as B
 
 from k3c.codegen.template import padded, refuse_dtype, result_bytes
+from k3c.codegen.templates.tvm.epilogue import (
+    SITU_FLOPS,
+    Epilogue,
+    write_panel,
+    write_panel_sum,
+)
 from k3c.codegen.templates.tvm.panel_layout import (
     HALVES,
-    ColumnRange,
     PanelLayout,
     panel_layout,
     parse_panel_layout,
 )
 from k3c.codegen.templates.tvm.vector import (
+    B,
     bits,
-    narrow,
     put,
-    rounded,
-    situ,
     span,
     splat,
     storage,
@@ -42,8 +44,6 @@ from k3c.targets.target import Target
 _HIGH_HALF = 0xFFFF0000
 _INDEX_LIMIT = 2**31  # weights are indexed in 32 bits
 _EPILOGUES = ("none", "situ")
-# Operations of SiTU counted for one output: two tanh and a sigmoid of about 20 each.
-_SITU_FLOPS = 60
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def linear_cost(node: Node, target: Target) -> Cost:
     others = sum(v.type.nbytes for i, v in enumerate(node.operands) if i != 1)
     flops = HALVES * rows * inner * node.operands[1].type.sizes[0]
     for result, kind in zip(node.results, epilogues(node), strict=True):
-        flops += result.type.elements * _SITU_FLOPS if kind == "situ" else 0
+        flops += result.type.elements * SITU_FLOPS if kind == "situ" else 0
     return Cost(layout.nbytes(inner) + others, result_bytes(node), flops)
 
 
@@ -276,59 +276,19 @@ def _sum_of(parts: Sequence[Any], n: int) -> Any:
     return T.bind(terms[0])
 
 
+def _epilogue(shape: LinearShape, index: int) -> Epilogue:
+    r = shape.layout.ranges[index]
+    return Epilogue(r.width, shape.outs[index], r.situ, shape.beta, shape.linear_beta, shape.lanes)
+
+
 def _write_range(
     shape: LinearShape, buffers: LinearBuffers, index: int, at: tuple[Any, Any], sums: Any
 ) -> None:
-    r, out, n = shape.layout.ranges[index], shape.outs[index], shape.lanes
-    local, row = at
-    if r.situ:
-        gate, up = (rounded(s, out, n) for s in sums)
-        value = situ(gate, up, shape.beta, shape.linear_beta, n)
-        _write(buffers.outs[index], r, (row, local * n), narrow(value, out, n), n)
-        return
-    for half in range(HALVES):
-        column = (local * HALVES + half) * n
-        if shape.addend:
-            _write_sum(shape, buffers, (row, column), sums[half])
-        else:
-            _write(buffers.outs[index], r, (row, column), narrow(sums[half], out, n), n)
-
-
-def _write(out: Any, r: ColumnRange, at: tuple[Any, Any], stored: Any, n: int) -> None:
-    """Emit a store of a vector at (row, column), cut at the range's width."""
-    row, column = at
-    value = T.bind(stored)
-    with B.If(column + n <= r.width):
-        with B.Then():
-            put(out, value, row, span(column, n))
-        with B.Else():
-            if r.width % n:
-                edge = B.alloc_buffer((n,), out.dtype)
-                put(edge, value, span(0, n))
-                with B.serial(n) as i, B.If(column + i < r.width), B.Then():
-                    put(out, edge[i], row, column + i)
-            else:
-                B.evaluate(0)
-
-
-def _write_sum(shape: LinearShape, buffers: LinearBuffers, at: tuple[Any, Any], acc: Any) -> None:
-    """Emit addend + round(acc), rounded; lanes past the width read and write nothing."""
-    r, out, n = shape.layout.ranges[0], shape.outs[0], shape.lanes
-    row, column = at
-    product = T.bind(rounded(acc, out, n))
-    with B.If(column + n <= r.width):
-        with B.Then():
-            other = widen(buffers.addend[row, span(column, n)], shape.act, n)
-            put(buffers.outs[0], narrow(product + other, out, n), row, span(column, n))
-        with B.Else():
-            if r.width % n:
-                edge = B.alloc_buffer((n,), "float32")
-                put(edge, product, span(0, n))
-                with B.serial(n) as i, B.If(column + i < r.width), B.Then():
-                    other = widen(buffers.addend[row, column + i], shape.act, 1)
-                    put(buffers.outs[0], narrow(edge[i] + other, out, 1), row, column + i)
-            else:
-                B.evaluate(0)
+    epilogue, out = _epilogue(shape, index), buffers.outs[index]
+    if shape.addend:
+        write_panel_sum(epilogue, out, buffers.addend, at, sums)
+    else:
+        write_panel(epilogue, out, *at, sums)
 
 
 def _refuse_results(node: Node) -> Refusal | None:

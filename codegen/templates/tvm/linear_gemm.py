@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tvm.script import tirx as T
-from tvm.tirx.script import builder as B
 
 from k3c.codegen.templates.tvm.linear_common import (
     LinearBuffers,
@@ -24,6 +23,7 @@ from k3c.codegen.templates.tvm.linear_common import (
     write_outputs,
     x_workspace_bytes,
 )
+from k3c.codegen.templates.tvm.vector import B
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
 from k3c.targets.catalogue import Constant, Cost, Scalar

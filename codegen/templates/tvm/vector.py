@@ -10,7 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from tvm.script import tirx as T
-from tvm.tirx.script import builder as B
+from tvm.tirx.script import builder
+
+# TVM annotates indices and extents as expressions, and takes integers all the same.
+B: Any = builder
 
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2 beyond float32
 _LOG2_E = 1.4426950408889634
