@@ -175,7 +175,8 @@ def _column_ranges(node: Node, binding: Binding) -> str | None:
     for word, result in zip(words, node.results, strict=True):
         *lead, width = result.type.shape
         if tuple(lead) != rows or not isinstance(width, int):
-            return f"%{result.name} has shape {result.type}, expected {[*map(str, rows), 'N']}"
+            expected = ", ".join([*map(str, rows), "N"])
+            return f"%{result.name} is {result.type}, expected [{expected}]"
         if result.type.dtype not in FLOATS:
             return f"%{result.name} is {result.type.dtype}, expected a float dtype"
         used += 2 * width if word == "situ" else width

@@ -186,13 +186,15 @@ def _replaced(match: Match, change: Replacement) -> Graph | Refusal:
 
 
 def _read_too_late(graph: Graph, change: Replacement) -> Refusal | None:
-    """Refuse where the graph returns a value that a new node overwrites."""
+    """Refuse where a new node overwrites what the graph returns or what it reads twice."""
     returned = {change.later.get(v.name, v).name for _, v in graph.outputs}
     for node in change.nodes:
         for operand in OPS[node.op].in_place.values():
-            if node.operands[operand].name in returned:
-                name = node.operands[operand].name
+            name = node.operands[operand].name
+            if name in returned:
                 return Refusal("a returned value would be overwritten", f"%{name}")
+            if sum(value.name == name for value in node.operands) > 1:
+                return Refusal("a value would be overwritten that its node reads twice", f"%{name}")
     return None
 
 

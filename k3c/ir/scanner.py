@@ -84,7 +84,7 @@ class Scanner:
         end = self.text.find("\n", at)
         line = self.text[start : end if end >= 0 else len(self.text)]
         name = f"{self.where}, " if self.where else ""
-        hint = hint or "docs/ir.md has the grammar"
+        hint = hint or "k3c/ir/parser.py has the grammar"
         return ParseError(what, f"{name}line {self.line(at)}", hint + snippet(line, at - start))
 
 

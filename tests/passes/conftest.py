@@ -47,7 +47,7 @@ class Case:
     @property
     def step(self) -> Pass:
         """The pass under test."""
-        return next(p for p in PIPELINE if p.NAME == self.header["pass"])
+        return next(p for p in PIPELINE if self.header["pass"] == p.NAME)
 
     def context(self) -> PassContext:
         """A context with the case's catalogue and an empty log."""
@@ -95,7 +95,7 @@ class CaseItem(pytest.Item):
     def reportinfo(self):
         return self.path, 0, f"{self.path.parent.name}: {self.path.stem}"
 
-    def repr_failure(self, excinfo, style=None):  # noqa: ANN001
+    def repr_failure(self, excinfo, style=None):
         if isinstance(excinfo.value, AssertionError | errors.K3CError):
             return f"{self.path}\n{excinfo.value}"
         return super().repr_failure(excinfo, style)

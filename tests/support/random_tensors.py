@@ -1,15 +1,16 @@
-"""Random tensors for a module's inputs and weights: the same for one checkpoint tensor everywhere."""
+"""Random tensors for inputs and weights: one checkpoint tensor has one value everywhere."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from k3c.ir.graph import Graph, Module
 from k3c.ir.types import MXFP4, TensorType
+from k3c.ir.verify import layer_attrs
 from tests.support.interp import TORCH, Operand, Weights
 
 # Two segments: three new tokens, then one that continues two cached ones; row 4 is padding.
@@ -35,29 +36,24 @@ def inputs_of(graph: Graph) -> dict[str, Tensor]:
     }
 
 
-def sources_of(module: Module) -> dict[str, Operand]:
-    """Return a random checkpoint: a tensor for each source of weights that have one source."""
+def sources_of(graph: Graph) -> dict[str, Operand]:
+    """Return a random checkpoint of one layer: a tensor for each source that is a whole weight."""
     return {
         w.sources[0]: tensor(w.value.type, w.sources[0])
-        for g in module.graphs
-        for w in g.weights
+        for w in graph.weights
         if len(w.sources) == 1
     }
 
 
-def weights_from(sources: Mapping[str, Operand]) -> Callable[[Graph], Weights]:
-    """Return a function that builds a graph's weights, concatenating the rows of their sources."""
-
-    def weights(graph: Graph) -> Weights:
-        return {w.value.name: _concat([sources[s] for s in w.sources]) for w in graph.weights}
-
-    return weights
+def weights_from(sources: Mapping[str, Operand], graph: Graph) -> Weights:
+    """Return a graph's weights, each the rows of its sources one after the other."""
+    return {w.value.name: _concat([sources[s] for s in w.sources]) for w in graph.weights}
 
 
 def layer_attrs_of(module: Module, graph: Graph) -> Mapping[str, int]:
     """Return the layer attributes of the last call of a graph; 1 for each without a schedule."""
     calls = [call.attrs for call in module.schedule if call.graph == graph.name]
-    return calls[-1] if calls else dict.fromkeys(("rows", "row", "restart", "commit_row"), 1)
+    return calls[-1] if calls else dict.fromkeys(layer_attrs(graph), 1)
 
 
 def tensor(kind: TensorType, name: str) -> Operand:
