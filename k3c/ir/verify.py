@@ -40,6 +40,7 @@ def verify(module: Module) -> None:
         _verify_heads(graph)
         _verify_nodes(graph, module)
         _verify_outputs(graph)
+    _verify_carries(module)
     _verify_schedule(module)
 
 
@@ -209,6 +210,19 @@ def _verify_outputs(graph: Graph) -> None:
         if known.role == "state" and name not in names:
             where = f"graph @{graph.name}"
             raise VerifyError(f"state {name} is not returned", where, f"return {name}=...")
+
+
+def _verify_carries(module: Module) -> None:
+    """Check that a carry has one type in every graph that takes or gives it."""
+    inputs = [(g, i) for g in module.graphs for i in g.inputs if i.role == "carry"]
+    types = {i.value.name: (i.value.type, g.name) for g, i in reversed(inputs)}
+    uses = [(g.name, i.value.name, i.value.type) for g, i in inputs]
+    uses += [(g.name, name, v.type) for g in module.graphs for name, v in g.outputs]
+    for graph, name, found in uses:
+        wanted, first = types.get(name, (found, graph))
+        if found != wanted:
+            what = f"carry {name} is {found} here and {wanted} in graph @{first}"
+            raise VerifyError(what, f"graph @{graph}", "a carry has one type in all graphs")
 
 
 def _verify_schedule(module: Module) -> None:

@@ -113,3 +113,24 @@ graph @g(io %x: bf16[T, 8]) -> f32[T, 8] {
     verify(parse(text.replace("level kernel", "level model")))
     with pytest.raises(VerifyError, match="op l2_norm is not a kernel-level op"):
         verify(parse(text))
+
+
+def test_a_carry_has_one_type_in_all_graphs():
+    text = """k3ir 1
+level model
+dim T in [1, 8]
+
+graph @prologue(io %ids: i32[T]) -> f32[T, 8] {
+  weight %w: bf16[9, 8] from "embed"
+  %e = embed(%ids, %w) : f32[T, 8]
+  return pending=%e
+}
+
+graph @head(carry %pending: bf16[T, 8]) -> bf16[T, 8] {
+  return out=%pending
+}
+"""
+    with pytest.raises(VerifyError) as caught:
+        verify(parse(text))
+    assert caught.value.what == "carry pending is f32[T, 8] here and bf16[T, 8] in graph @head"
+    assert caught.value.where == "graph @prologue"
