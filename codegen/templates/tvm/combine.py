@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 from k3c.codegen.template import refuse_dtype
 from k3c.codegen.templates.tvm.rowwise import RowTemplate, fitting_lanes
 from k3c.codegen.templates.tvm.vector import (
+    hold,
     horizontal_sum,
     narrow,
     rounded,
@@ -68,7 +69,7 @@ class Combine(_Combine):
                 for d in range(width // lanes):
                     acc[span(0, lanes)] = splat(0.0, lanes)
                     for j in range(k):
-                        part = widen(parts[row, j, span(d * lanes, lanes)], act, lanes)
+                        part = T.meta_var(widen(parts[row, j, span(d * lanes, lanes)], act, lanes))
                         acc[span(0, lanes)] += part * splat(weights[row, j], lanes)
                     out[row, span(d * lanes, lanes)] = narrow(acc[span(0, lanes)], act, lanes)
 
@@ -111,17 +112,17 @@ class CombineNorm(_Combine):
                 for d in range(width // lanes):
                     acc[span(0, lanes)] = splat(0.0, lanes)
                     for j in range(k):
-                        part = widen(parts[row, j, span(d * lanes, lanes)], act, lanes)
+                        part = T.meta_var(widen(parts[row, j, span(d * lanes, lanes)], act, lanes))
                         acc[span(0, lanes)] += part * splat(weights[row, j], lanes)
-                    total = T.bind(rounded(acc[span(0, lanes)], act, lanes))
+                    total = T.meta_var(hold(rounded(acc[span(0, lanes)], act, lanes)))
                     squares[span(0, lanes)] += total * total
                     out[row, span(d * lanes, lanes)] = narrow(total, act, lanes)
-                mean = horizontal_sum(squares, 0, lanes) / T.float32(width)
-                inverse = T.bind(T.float32(1) / T.sqrt(mean + T.float32(eps)))
+                mean = T.meta_var(horizontal_sum(squares, 0, lanes) / T.float32(width))
+                inverse = T.meta_var(hold(T.float32(1) / T.sqrt(mean + T.float32(eps))))
                 for d in range(width // lanes):
-                    here = span(d * lanes, lanes)
-                    value = widen(out[row, here], act, lanes)
-                    scaled = value * splat(inverse, lanes) * norm[here]
+                    here = T.meta_var(span(d * lanes, lanes))
+                    value = T.meta_var(widen(out[row, here], act, lanes))
+                    scaled = T.meta_var(value * splat(inverse, lanes) * norm[here])
                     out[row, here] = narrow(scaled, act, lanes)
 
         return kernel

@@ -63,7 +63,7 @@ class _Gather(RowTemplate):
             for row in range(rows):
                 source = T.bind(T.Cast("int64", index[row]))
                 for d in range(width // lanes):
-                    values = widen(table[source, span(d * lanes, lanes)], stored, lanes)
+                    values = T.meta_var(widen(table[source, span(d * lanes, lanes)], stored, lanes))
                     out[row, span(d * lanes, lanes)] = narrow(values, act, lanes)
 
         return kernel

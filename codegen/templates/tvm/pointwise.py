@@ -1,4 +1,4 @@
-"""Elementwise ops that a refused fusion leaves on their own: add, sigmoid_mul, situ, residual_join."""
+"""Elementwise ops that a refused fusion leaves alone: add, sigmoid_mul, situ, residual_join."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from tvm.script import tirx as T
 
 from k3c.codegen.template import refuse_dtype
 from k3c.codegen.templates.tvm.rowwise import RowTemplate, fitting_lanes
-from k3c.codegen.templates.tvm.vector import narrow, rounded, sigmoid, situ, span, storage, widen
+from k3c.codegen.templates.tvm.vector import (
+    hold,
+    narrow,
+    rounded,
+    sigmoid,
+    situ,
+    span,
+    storage,
+    widen,
+)
 from k3c.ir.graph import LayerAttr, Node
 from k3c.ir.refusal import Refusal
 from k3c.targets.catalogue import Constant, Scalar
@@ -52,10 +61,10 @@ class _Binary(RowTemplate):
             out = T.decl_buffer((rows, width), storage(act), data=out_h)
             for row in T.parallel(rows):
                 for d in range(width // lanes):
-                    here = span(d * lanes, lanes)
-                    left = T.bind(widen(a[row, here], act, lanes))
-                    right = T.bind(widen(b[row, here], act, lanes))
-                    value = self.combine(left, right, constants)
+                    here = T.meta_var(span(d * lanes, lanes))
+                    left = T.meta_var(hold(widen(a[row, here], act, lanes)))
+                    right = T.meta_var(hold(widen(b[row, here], act, lanes)))
+                    value = T.meta_var(self.combine(left, right, constants))
                     out[row, here] = narrow(value, act, lanes)
 
         return kernel
@@ -127,12 +136,13 @@ class ResidualJoin(_Binary):
             out = T.decl_buffer((rows, width), storage(act), data=out_h)
             for row in T.parallel(rows):
                 for d in range(width // lanes):
-                    here = span(d * lanes, lanes)
+                    here = T.meta_var(span(d * lanes, lanes))
                     if restart != 0:
                         out[row, here] = delta[row, here]
                     else:
-                        total = widen(prefix[row, here], act, lanes) + widen(
-                            delta[row, here], act, lanes
+                        total = T.meta_var(
+                            widen(prefix[row, here], act, lanes)
+                            + widen(delta[row, here], act, lanes)
                         )
                         out[row, here] = narrow(total, act, lanes)
 

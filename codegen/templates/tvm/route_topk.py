@@ -7,15 +7,16 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from k3c.codegen.template import refuse_dtype
+from k3c.codegen.template import padded, refuse_dtype
 from k3c.codegen.templates.tvm.rowwise import RowTemplate, fitting_lanes
-from k3c.codegen.templates.tvm.vector import sigmoid, span, splat
+from k3c.codegen.templates.tvm.vector import hold, sigmoid, span, splat
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
 from k3c.targets.catalogue import Constant
 from k3c.targets.target import Target
 
 _F32_BYTES = 4
+_GROUP = 32  # experts whose best score is kept, so that a choice need not scan them all
 _RENORMALIZE_EPS = 1e-20  # spec 5.3
 _LOWEST = -3.0e38  # what a NaN counts as: last in the order, and above `_TAKEN`
 _TAKEN = float("-inf")
@@ -48,30 +49,37 @@ class RouteTopk(RowTemplate):
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
         """Return the bytes of the biased scores of all rows."""
-        return node.operands[0].type.elements * _F32_BYTES
+        rows, experts = node.operands[0].type.sizes
+        return rows * padded(experts, _GROUP) * _F32_BYTES
 
-    # longer than the budget: a kernel and the step that it repeats.
+    # longer than the budget: a kernel and the steps that it repeats.
     def build(self, constants: Mapping[str, Constant], target: Target) -> Any:
         """Return the kernel."""
         experts, k, lanes = (int(constants[name]) for name in ("experts", "k", "lanes"))
         renormalize, scale = bool(constants["renormalize"]), float(constants["scale"])
 
+        groups = padded(experts, _GROUP) // _GROUP
+        width = groups * _GROUP
+
         @T.inline
-        def take_best(choice, row, chosen, total, logits, weights, j):
-            best = T.alloc_buffer((1,), "float32")
-            at = T.alloc_buffer((1,), "int32")
-            best[0] = T.float32(_TAKEN)
+        def best_of_group(choice, best, row, g):
+            best[g] = T.float32(_TAKEN)
+            for e in range(_GROUP):
+                best[g] = T.max(best[g], choice[row, g * _GROUP + e])
+
+        @T.inline
+        def take_best(choice, best, at, row):
+            # Strictly above: of equals the lower index stays, in both scans.
             at[0] = 0
-            for e in range(experts):
-                # Strictly above: of equals the lower index stays.
-                if choice[row, e] > best[0]:
-                    best[0] = choice[row, e]
-                    at[0] = e
-            choice[row, at[0]] = T.float32(_TAKEN)
-            chosen[row, j] = at[0]
-            score = sigmoid(logits[row, at[0]], 1)
-            weights[row, j] = score
-            total[0] += score
+            for g in range(groups):
+                if best[g] > best[at[0]]:
+                    at[0] = g
+            at[1] = at[0] * _GROUP
+            for e in range(_GROUP):
+                if choice[row, at[0] * _GROUP + e] > choice[row, at[1]]:
+                    at[1] = at[0] * _GROUP + e
+            choice[row, at[1]] = T.float32(_TAKEN)
+            best_of_group(choice, best, row, at[0])
 
         @T.prim_func
         def kernel(
@@ -87,21 +95,29 @@ class RouteTopk(RowTemplate):
             bias = T.decl_buffer((experts,), "float32", data=bias_h)
             weights = T.decl_buffer((rows, k), "float32", data=weights_h)
             chosen = T.decl_buffer((rows, k), "int32", data=chosen_h)
-            choice = T.decl_buffer((rows, experts), "float32", data=choice_h)
+            choice = T.decl_buffer((rows, width), "float32", data=choice_h)
             for row in T.parallel(rows):
+                best = T.alloc_buffer((groups,), "float32")
+                at = T.alloc_buffer((2,), "int32")
                 total = T.alloc_buffer((1,), "float32")
                 for e in range(experts // lanes):
-                    here = span(e * lanes, lanes)
-                    biased = T.bind(sigmoid(logits[row, here], lanes) + bias[here])
-                    lowest = splat(_LOWEST, lanes)
+                    here = T.meta_var(span(e * lanes, lanes))
+                    biased = T.meta_var(hold(sigmoid(logits[row, here], lanes) + bias[here]))
+                    lowest = T.meta_var(splat(_LOWEST, lanes))
                     choice[row, here] = T.Select(biased > lowest, biased, lowest)
+                for e in range(width - experts):
+                    choice[row, experts + e] = T.float32(_TAKEN)
+                for g in range(groups):
+                    best_of_group(choice, best, row, g)
                 total[0] = T.float32(0)
                 for j in range(k):
-                    take_best(choice, row, chosen, total, logits, weights, j)
-                if renormalize:
-                    for j in range(k):
-                        weights[row, j] = weights[row, j] / (total[0] + T.float32(_RENORMALIZE_EPS))
+                    take_best(choice, best, at, row)
+                    chosen[row, j] = at[1]
+                    weights[row, j] = sigmoid(logits[row, at[1]], 1)
+                    total[0] += weights[row, j]
                 for j in range(k):
+                    if renormalize:
+                        weights[row, j] = weights[row, j] / (total[0] + T.float32(_RENORMALIZE_EPS))
                     weights[row, j] = weights[row, j] * T.float32(scale)
 
         return kernel
