@@ -21,7 +21,7 @@ _EXP_LOW, _EXP_HIGH = -87.0, 88.0  # outside, 2^k is not a normal float32
 _EXPONENT_BITS, _EXPONENT_BIAS = 23, 127
 _HALF_BELOW = 0x7FFF  # one less than half a unit in bf16's last place
 _QUIET_NAN = 0x7FC0
-_SIGN, _MAGNITUDE = 0x80000000, 0x7FFFFFFF
+_SIGN, _MAGNITUDE, _INFINITY = 0x80000000, 0x7FFFFFFF, 0x7F800000
 
 
 def storage(act: str) -> str:
@@ -76,6 +76,12 @@ def widen(loaded: Any, act: str, lanes: int) -> Any:
     return T.reinterpret(typed("float32", lanes), wide)
 
 
+def is_nan(value: Any, lanes: int) -> Any:
+    """Return which f32 lanes are NaN. By bits: TVM folds x == x to true for floats too."""
+    u = T.reinterpret(typed("uint32", lanes), value) & bits(_MAGNITUDE, lanes)
+    return u > bits(_INFINITY, lanes)
+
+
 def narrow(value: Any, act: str, lanes: int) -> Any:
     """Return f32 lanes as activations to store: nearest, ties to even; NaN stays NaN."""
     if act == "f32":
@@ -84,7 +90,7 @@ def narrow(value: Any, act: str, lanes: int) -> Any:
     u = hold(T.reinterpret(typed("uint32", lanes), x))
     odd = (u >> bits(16, lanes)) & bits(1, lanes)
     nearest = (u + (bits(_HALF_BELOW, lanes) + odd)) >> bits(16, lanes)
-    kept = T.Select(x == x, nearest, bits(_QUIET_NAN, lanes))
+    kept = T.Select(is_nan(x, lanes), bits(_QUIET_NAN, lanes), nearest)
     return T.Cast(typed("uint16", lanes), kept)
 
 
