@@ -11,8 +11,8 @@ from k3c.codegen.templates.tvm.token_logprob import TEMPLATES
 from tests.support.kernel_runner import check, node, run
 
 LOGPROB = TEMPLATES[0]
-# exp to 2e-7 in the sum; the difference of two f32 logits is exact to 6e-8 of the largest.
-BOUND = 1e-6
+# The reference sums 163,840 terms in float32 (its error against float64 is 1.3e-6); the kernel does not.
+BOUND = 3e-6
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 2048), (3, 96), (63, 101), (100, 5), (2, 163840)])
@@ -37,3 +37,9 @@ def test_a_nan_stays_in_its_row():
     tensors = [logits, torch.tensor([4, 4, 4], dtype=torch.int32)]
     got = run(LOGPROB, node("token_logprob", tensors, [("f32", 3)]), tensors)[0]
     assert torch.isnan(got).tolist() == [False, True, False]
+
+
+def test_a_target_past_the_vocabulary_gives_nan_and_reads_nothing():
+    tensors = [torch.randn(2, 96), torch.tensor([96, 2**31 - 1], dtype=torch.int32)]
+    got = run(LOGPROB, node("token_logprob", tensors, [("f32", 2)]), tensors)[0]
+    assert torch.isnan(got).all()

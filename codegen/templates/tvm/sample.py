@@ -18,7 +18,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from k3c.codegen.template import operand_bytes, padded, refuse_dtype, result_bytes
-from k3c.codegen.templates.tvm.vector import exp, hold, span, splat
+from k3c.codegen.templates.tvm.vector import exp, hold, is_nan, span, splat
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
 from k3c.targets.catalogue import Constant, Cost, Scalar
@@ -129,7 +129,9 @@ def _scan(c, logits, row, best, bad):
         x = T.meta_var(hold(logits[row, span(v * c.lanes, c.lanes)]))
         old = T.meta_var(high[span(0, c.lanes)])
         high[span(0, c.lanes)] = T.Select(x > old, x, old)
-        seen[span(0, c.lanes)] = T.Select(x == x, seen[span(0, c.lanes)], splat(1.0, c.lanes))
+        seen[span(0, c.lanes)] = T.Select(
+            is_nan(x, c.lanes), splat(1.0, c.lanes), seen[span(0, c.lanes)]
+        )
     best[0] = T.float32(float("-inf"))
     bad[0] = T.float32(0)
     for j in T.unroll(c.lanes):
@@ -138,7 +140,7 @@ def _scan(c, logits, row, best, bad):
     for j in range(c.vocab - c.whole):
         y = T.meta_var(hold(logits[row, c.whole + j]))
         best[0] = T.Select(y > best[0], y, best[0])
-        bad[0] = T.Select(y == y, bad[0], T.float32(1))
+        bad[0] = T.Select(is_nan(y, 1), T.float32(1), bad[0])
 
 
 @T.inline
@@ -314,8 +316,7 @@ def _kernel(c: _Shape) -> Any:
             token = T.alloc_buffer((1,), "int32")
             _scan(c, logits, row, best, bad)
             token[0] = -1
-            # best - best is 0 only where best is finite.
-            if bad[0] == T.float32(0) and best[0] - best[0] == T.float32(0):
+            if bad[0] == T.float32(0) and T.fabs(best[0]) < T.float32(float("inf")):
                 if temperature[row] > T.float32(0):
                     _probabilities(c, e, logits, row, best, temperature[row])
                     low[0] = 0

@@ -111,7 +111,9 @@ def _kernel(c: _Shape) -> Any:
             best = T.alloc_buffer((1,), "float32")
             total = T.alloc_buffer((1,), "float64")
             logprobs[row] = T.float32(0)
-            if targets[row] >= 0:
+            if targets[row] >= c.vocab:
+                logprobs[row] = T.float32(float("nan"))
+            if targets[row] >= 0 and targets[row] < c.vocab:
                 _largest(c, logits, row, best)
                 _sum_exp(c, logits, row, best, total)
                 chosen = T.meta_var(T.Cast("float64", logits[row, targets[row]]))
