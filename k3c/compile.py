@@ -6,9 +6,8 @@ import importlib.metadata
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from k3c import __version__
 from k3c.artifact import (
@@ -234,11 +233,7 @@ def _add_texts(writer: ArtifactWriter, model: Path, module: Module, result: Pipe
 
 def pass_report(result: PipelineResult) -> str:
     """Return the passes' records as JSON; times are left out, two builds are byte-identical."""
-    rows: list[dict[str, Any]] = []
-    for record in result.records:
-        row = {k: v for k, v in asdict(record).items() if k != "ms"}
-        row["refusals"] = [str(refusal) for refusal in record.refusals]
-        rows.append(row)
+    rows = [record.facts() for record in result.records]
     return json.dumps(rows, sort_keys=True, indent=1) + "\n"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import k3c
-from k3c.errors import ConfigError, DeviceFault
+from k3c.errors import ConfigError, DeviceFault, ParseError
 from k3c.token_files import read_token_lists
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def evaluate(artifact: Path, text: Path | None, tokens: Path | None, as_json: bo
 
     Raises:
         ConfigError: Not exactly one source, or a list is too short or too long.
+        ParseError: The text is not UTF-8, or the file holds no lists of ids.
         DeviceFault: A log probability is not finite.
     """
     if (text is None) == (tokens is None):
@@ -48,4 +49,8 @@ def _encode(engine: Engine, text: Path | None) -> list[int]:
     if engine.tokenizer is None:
         raise ConfigError("the artifact has no tokenizer", "--text", "give ids with --tokens")
     assert text is not None, "exactly one source is given"
-    return engine.tokenizer.encode(text.read_text(encoding="utf-8"))
+    try:
+        return engine.tokenizer.encode(text.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as exc:
+        what = f"not UTF-8: byte {exc.start} is {exc.object[exc.start]:#x}"
+        raise ParseError(what, str(text), "give a UTF-8 text") from exc

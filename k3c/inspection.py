@@ -73,7 +73,8 @@ def _text(report: dict[str, Any]) -> str:
     lines = [
         f"{report['format']}, made by k3c {report['k3c_version']}",
         f"model    {model['name']}: {model['num_layers']} layers, "
-        f"vocabulary {model['vocab_size']}, compute {model['compute']}, stop ids {list(model['stop_ids'])}, "
+        f"vocabulary {model['vocab_size']}, compute {model['compute']}, "
+        f"stop ids {list(model['stop_ids'])}, "
         f"{'with' if model['has_tokenizer'] else 'no'} tokenizer",
         f"target   {target['name']} ({target['arch']}): needs {' '.join(target['features'])}",
         f"state    {cache['max_requests']} requests of {cache['max_context_tokens']} tokens; "
@@ -112,11 +113,14 @@ def _pass_lines(passes: list[dict[str, Any]]) -> list[str]:
     lines = ["", f"{'pass':<20}{'nodes':>12}{'expected':>10}{'matched':>9}{'refused':>9}"]
     for row in passes:
         nodes = f"{row['nodes_before']} -> {row['nodes_after']}"
-        refused = len(row["refusals"])
-        lines.append(
-            f"{row['name']:<20}{nodes:>12}{row['expected']:>10}{row['matches']:>9}{refused:>9}"
-        )
-        lines += [f"    {reason}" for reason in row["refusals"]]
+        expected = "-" if row["expected"] is None else row["expected"]
+        matched, refused = sum(row["matches"].values()), len(row["refusals"])
+        lines.append(f"{row['name']:<20}{nodes:>12}{expected:>10}{matched:>9}{refused:>9}")
+        lines += [f"    {rule}: {count}" for rule, count in row["matches"].items()]
+        lines += [
+            f"    {r['rule']} refused at {r['graph']} %{r['value']}: {r['reason']}"
+            for r in row["refusals"]
+        ]
     return lines
 
 
