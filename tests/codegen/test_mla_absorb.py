@@ -4,6 +4,7 @@ import torch
 
 from k3c.codegen.template import pack, unpack
 from k3c.codegen.templates.tvm.mla_absorb import TEMPLATES
+from k3c.codegen.tvm_build import KernelRequest, build_kernel
 from k3c.errors import CodegenError
 from k3c.targets.target import load_target
 from tests.support.kernel_runner import check, node, value, with_layouts
@@ -89,4 +90,4 @@ def test_kernels_for_16_lanes_compile_their_own_layout():
     (n, _), _ = _case((4, 16, 8, 16, 64), 3, "bf16", "bf16")
     packed = with_layouts(ABSORB_Q, n, target)
     assert packed.operands[1].type.layout.name == "mla_absorb_q.bf16.v16.4-16-16"
-    assert ABSORB_Q.build(ABSORB_Q.constants(n, target), target) is not None
+    assert build_kernel(KernelRequest(ABSORB_Q, ABSORB_Q.constants(n, target)), target)

@@ -116,7 +116,7 @@ def _kernel(constants: Mapping[str, Constant]) -> Any:
         for u in T.unroll(chains - 1):
             dots[span(0, n)] += dots[span((u + 1) * n, n)]
             squares[span(0, n)] += squares[span((u + 1) * n, n)]
-        mean = hold(horizontal_sum(squares, 0, n) / T.float32(width))
+        mean = T.meta_var(hold(horizontal_sum(squares, 0, n) / T.float32(width)))
         scores[j] = horizontal_sum(dots, 0, n) / T.sqrt(mean + T.float32(res_eps))
 
     @T.inline
@@ -159,11 +159,13 @@ def _kernel(constants: Mapping[str, Constant]) -> Any:
             dots = T.alloc_buffer((sums,), "float32")
             squares = T.alloc_buffer((sums,), "float32")
             scores = T.alloc_buffer((blocks + 1,), "float32")
-            mix = T.alloc_buffer((n,), "float32")
+            mix = T.alloc_buffer((sums,), "float32")
             if restart == 0:
                 for d in range(width // n):
-                    at = span(d * n, n)
-                    joined = widen(prefix[row, at], act, n) + widen(delta[row, at], act, n)
+                    at = T.meta_var(span(d * n, n))
+                    joined = T.meta_var(
+                        widen(prefix[row, at], act, n) + widen(delta[row, at], act, n)
+                    )
                     prefix[row, at] = narrow(joined, act, n)
             else:
                 for d in range(width // n):
@@ -172,35 +174,42 @@ def _kernel(constants: Mapping[str, Constant]) -> Any:
                 clear(dots, squares)
                 for d in range(width // sums):
                     for u in T.unroll(chains):
-                        at = span((d * chains + u) * n, n)
-                        weight = hold(res_norm[at] * res_proj[at])
-                        value = hold(widen(bank[j, row, at], act, n))
+                        at = T.meta_var(span(d * sums + u * n, n))
+                        weight = T.meta_var(hold(res_norm[at] * res_proj[at]))
+                        value = T.meta_var(hold(widen(bank[j, row, at], act, n)))
                         add_to_score(dots, squares, u, value, weight)
                 finish_score(scores, j, dots, squares)
             clear(dots, squares)
             for d in range(width // sums):
                 for u in T.unroll(chains):
-                    at = span((d * chains + u) * n, n)
-                    weight = hold(res_norm[at] * res_proj[at])
-                    value = hold(widen(prefix[row, at], act, n))
+                    at = T.meta_var(span(d * sums + u * n, n))
+                    weight = T.meta_var(hold(res_norm[at] * res_proj[at]))
+                    value = T.meta_var(hold(widen(prefix[row, at], act, n)))
                     add_to_score(dots, squares, u, value, weight)
             finish_score(scores, visible, dots, squares)
             softmax(scores, visible + 1)
             clear(dots, squares)
-            for d in range(width // n):
-                at = span(d * n, n)
-                mix[span(0, n)] = splat(0.0, n)
+            for d in range(width // sums):
+                for u in T.unroll(chains):
+                    mix[span(u * n, n)] = splat(0.0, n)
                 for j in range(visible):
-                    mix[span(0, n)] += widen(bank[j, row, at], act, n) * splat(scores[j], n)
-                mix[span(0, n)] += widen(prefix[row, at], act, n) * splat(scores[visible], n)
-                mixed = hold(rounded(mix[span(0, n)], act, n))
-                squares[span(0, n)] += mixed * mixed
-                y[row, at] = narrow(mixed, act, n)
-            mean = hold(horizontal_sum(squares, 0, n) / T.float32(width))
-            scale = hold(T.float32(1) / T.sqrt(mean + T.float32(eps)))
+                    for u in T.unroll(chains):
+                        value = T.meta_var(widen(bank[j, row, span(d * sums + u * n, n)], act, n))
+                        mix[span(u * n, n)] += value * splat(scores[j], n)
+                for u in T.unroll(chains):
+                    at = T.meta_var(span(d * sums + u * n, n))
+                    value = T.meta_var(widen(prefix[row, at], act, n))
+                    mix[span(u * n, n)] += value * splat(scores[visible], n)
+                    mixed = T.meta_var(hold(rounded(mix[span(u * n, n)], act, n)))
+                    squares[span(u * n, n)] += mixed * mixed
+                    y[row, at] = narrow(mixed, act, n)
+            for u in T.unroll(chains - 1):
+                squares[span(0, n)] += squares[span((u + 1) * n, n)]
+            mean = T.meta_var(hold(horizontal_sum(squares, 0, n) / T.float32(width)))
+            scale = T.meta_var(hold(T.float32(1) / T.sqrt(mean + T.float32(eps))))
             for d in range(width // n):
-                at = span(d * n, n)
-                normed = widen(y[row, at], act, n) * splat(scale, n) * norm[at]
+                at = T.meta_var(span(d * n, n))
+                normed = T.meta_var(widen(y[row, at], act, n) * splat(scale, n) * norm[at])
                 y[row, at] = narrow(normed, act, n)
             if commit_row >= 0:
                 for d in range(width // n):

@@ -115,13 +115,13 @@ class MlaAppend(RowTemplate):
                     line = T.bind(position % page)
                     squares[span(0, n)] = splat(0.0, n)
                     for d in range(latent // n):
-                        value = hold(widen(kv[row, span(d * n, n)], act, n))
+                        value = T.meta_var(hold(widen(kv[row, span(d * n, n)], act, n)))
                         squares[span(0, n)] += value * value
-                    mean = hold(horizontal_sum(squares, 0, n) / T.float32(latent))
-                    scale = hold(T.float32(1) / T.sqrt(mean + T.float32(eps)))
+                    mean = T.meta_var(hold(horizontal_sum(squares, 0, n) / T.float32(latent)))
+                    scale = T.meta_var(hold(T.float32(1) / T.sqrt(mean + T.float32(eps))))
                     for d in range(latent // n):
-                        at = span(d * n, n)
-                        normed = widen(kv[row, at], act, n) * splat(scale, n) * norm[at]
+                        at = T.meta_var(span(d * n, n))
+                        normed = T.meta_var(widen(kv[row, at], act, n) * splat(scale, n) * norm[at])
                         cache[where, line, at] = narrow(normed, act, n)
                     for d in range(width - latent):
                         cache[where, line, latent + d] = kv[row, latent + d]

@@ -68,13 +68,15 @@ class RmsNorm(RowTemplate):
                 squares = T.alloc_buffer((lanes,), "float32")
                 squares[span(0, lanes)] = splat(0.0, lanes)
                 for d in range(width // lanes):
-                    value = hold(widen(x[row, span(d * lanes, lanes)], act, lanes))
+                    value = T.meta_var(hold(widen(x[row, span(d * lanes, lanes)], act, lanes)))
                     squares[span(0, lanes)] += value * value
-                mean = hold(horizontal_sum(squares, 0, lanes) / T.float32(width))
-                scale = hold(T.float32(1) / T.sqrt(mean + T.float32(eps)))
+                mean = T.meta_var(hold(horizontal_sum(squares, 0, lanes) / T.float32(width)))
+                scale = T.meta_var(hold(T.float32(1) / T.sqrt(mean + T.float32(eps))))
                 for d in range(width // lanes):
-                    at = span(d * lanes, lanes)
-                    normed = widen(x[row, at], act, lanes) * splat(scale, lanes) * norm[at]
+                    at = T.meta_var(span(d * lanes, lanes))
+                    normed = T.meta_var(
+                        widen(x[row, at], act, lanes) * splat(scale, lanes) * norm[at]
+                    )
                     out[row, at] = narrow(normed, act, lanes)
 
         return kernel
