@@ -133,6 +133,7 @@ def _kernel(constants: Mapping[str, Constant]) -> Any:
         for j in range(count):
             scores[j] = scores[j] / total[0]
 
+    # longer than the budget: its steps run one after the other on the row in cache.
     @T.prim_func
     def kernel(
         prefix_h: T.handle,
