@@ -100,7 +100,6 @@ class _Table:
     def _store(self, graph: Graph, weight: Weight, layer: int, per_layer: bool) -> WeightPlace:
         kind = weight.value.type
         nbytes = self.packed_bytes(kind)
-        assert nbytes >= kind.nbytes, f"{kind} packed into {nbytes} B, needs {kind.nbytes}"
         entry = WeightEntry(
             name=f"{graph.name}.{weight.value.name}",
             layer=layer,
@@ -110,7 +109,7 @@ class _Table:
             layout=kind.layout.name,
             offset=self.cursor,
             nbytes=nbytes,
-            padding_bytes=nbytes - kind.nbytes,
+            padding_bytes=max(0, nbytes - kind.nbytes),
         )
         self.entries.append(entry)
         base = self.bases[graph.name, layer]
