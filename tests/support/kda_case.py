@@ -88,5 +88,7 @@ class KdaCase:
     def node(self, operands: list[Tensor]) -> Node:
         """Return the node."""
         act = "bf16" if self.act == torch.bfloat16 else "f32"
-        states = [("f32" if i == KDA_STATE else act, *operands[i].shape) for i in (CONV_STATE, KDA_STATE)]
+        states = [
+            ("f32" if i == KDA_STATE else act, *operands[i].shape) for i in (CONV_STATE, KDA_STATE)
+        ]
         return node("kda", operands, [(act, *operands[2].shape), *states], **self.attrs)

@@ -2,9 +2,9 @@
 
 One launch does all of a KDA layer between its projections. A task is one head of one segment; the
 state is streamed in strips of columns that stay in the nearest cache between their two passes: the
-first reads S'^T k and S'^T q, the second writes S' + k (beta e)^T. With e = v - S'^T k the output is
-S^T q = S'^T q + (k . q) beta e. A segment of several tokens is correct too, only slower than the
-chunked kernel.
+first reads S'^T k and S'^T q, the second writes S' + k (beta e)^T. With e = v - S'^T k the output
+is S^T q = S'^T q + (k . q) beta e. A segment of several tokens is correct too, only slower than in
+the chunked kernel.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _update(c, width, state, kn, vv, em1, aq, ak, kq, beta, h, slot):
 
 
 # One signature of 22 buffers and integers, their declarations and the task's order of parts:
-# longer than the budget, but splitting would only pass the same names on.
+# longer than the budget: splitting would only pass the same names on.
 def _kernel(c: KdaShape) -> Any:
     @T.prim_func
     def kernel(

@@ -47,8 +47,8 @@ def log_decay(c: KdaShape, f: Any, rate: Any, bias: Any) -> Any:
 
 
 @T.inline
-def convolve(c, into, base, width, raw, taps, history, offset, h, slot, row, n):
-    """Rows of `into` = SiLU of the causal convolution; history ends as the last 3 raw rows."""
+def convolve(c, into, base, width, raw, taps, history, offset, h, slot, row, n) -> None:
+    """Set rows of `into` to SiLU of the causal convolution; history ends as the last 3 raw rows."""
     for d in range(width // c.lanes):
         at = T.bind(h * width + d * c.lanes)
         window = T.alloc_buffer((3 * c.lanes,), "float32")
@@ -79,7 +79,7 @@ def convolve(c, into, base, width, raw, taps, history, offset, h, slot, row, n):
 
 
 @T.inline
-def dot(c, total, a, b, i, width):
+def dot(c, total, a, b, i, width) -> None:
     """total[0] = sum of a[i] * b[i]: lane by lane, then across the lanes."""
     lane = T.alloc_buffer((c.lanes,), "float32")
     lane[span(0, c.lanes)] = splat(0.0, c.lanes)
@@ -91,7 +91,7 @@ def dot(c, total, a, b, i, width):
 
 
 @T.inline
-def l2_normalise(c, x, i, scale):
+def l2_normalise(c, x, i, scale) -> None:
     """x[i] = scale * x[i] / sqrt(sum of squares + l2_eps)."""
     squares = T.alloc_buffer((1,), "float32")
     dot(c, squares, x, x, i, c.key)
@@ -101,7 +101,7 @@ def l2_normalise(c, x, i, scale):
 
 
 @T.inline
-def write_output(c, out, o, i, z, weight, h, row):
+def write_output(c, out, o, i, z, weight, h, row) -> None:
     """out[row] of head h = RMS norm of o[i], rounded first, * weight * sigmoid(z)."""
     squares = T.alloc_buffer((1,), "float32")
     for d in range(c.value // c.lanes):
@@ -118,7 +118,7 @@ def write_output(c, out, o, i, z, weight, h, row):
 
 
 @T.inline
-def clear_padding(c, out, seg_start, seg_tokens, segments, rows, h, first, step):
+def clear_padding(c, out, seg_start, seg_tokens, segments, rows, h, first, step) -> None:
     """Zero head h of those rows first, first + step, .. that no segment owns."""
     owned = T.alloc_buffer((1,), "int32")
     for j in range((rows - first + step - 1) // step):
@@ -136,7 +136,7 @@ def clear_padding(c, out, seg_start, seg_tokens, segments, rows, h, first, step)
 
 
 @T.inline
-def forget(c, history, state, h, slot):
+def forget(c, history, state, h, slot) -> None:
     """Zero head h of a slot: a request's first step must not read what the slot held before."""
     for j in range(3):
         for d in range(c.key // c.lanes):

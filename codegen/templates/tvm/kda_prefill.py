@@ -1,8 +1,8 @@
 """KDA in chunks of 16 tokens: the kernel of prefill and score buckets.
 
-A task is one head: its segments, then their chunks, in order, so that scratch is planned once a head.
-Within a chunk, with G the running sum of log decays and T[d, j] = K_j[d] exp(G_i - G_j)[d] kept
-while i advances (multiplied by exp(g_i) each token, so no exponential leaves (0, 1]):
+A task is one head: its segments, then their chunks, in order, so that scratch is planned once a
+head. Within a chunk, with G the running sum of log decays and T[d, j] = K_j[d] exp(G_i - G_j)[d]
+kept while i advances (multiplied by exp(g_i) each token, so no exponential leaves (0, 1]):
 
     L_ij = beta_i K_i . T_j (j < i)      P_ij = Q_i . T_j (j <= i)
     E = (I + L)^-1 beta (V - (K exp(G)) S)       by forward substitution
@@ -180,7 +180,7 @@ def _pairs(c, w, h, i):
 
 @T.inline
 def _read_strip(c, width, w, h, n):
-    """found = reads @ strip for the chunk's n rows of K exp(G) and of Q exp(G)."""
+    """Set found = reads @ strip for the chunk's n rows of K exp(G) and of Q exp(G)."""
     acc = T.alloc_buffer((_TILE * width,), "float32")
     for half in range(2):
         for tile in range((n + _TILE - 1) // _TILE):
@@ -203,7 +203,7 @@ def _read_strip(c, width, w, h, n):
 
 @T.inline
 def _solve_strip(c, width, w, h, n, column):
-    """error = E by forward substitution, then the output rows, which replace v in `vv`."""
+    """Set error = E by forward substitution, then the output rows, which replace v in `vv`."""
     acc = T.alloc_buffer((width,), "float32")
     for i in range(n):
         row = T.bind(h * CHUNK + i)
@@ -297,7 +297,7 @@ def _part(c: KdaShape, scratch: _Scratch, workspace: Any, name: str) -> Any:
 
 
 # One signature of 23 buffers and integers, their declarations and the task's order of parts:
-# longer than the budget, but splitting would only pass the same names on.
+# longer than the budget: splitting would only pass the same names on.
 def _kernel(c: KdaShape, scratch: _Scratch) -> Any:
     @T.prim_func
     def kernel(
@@ -347,7 +347,9 @@ def _kernel(c: KdaShape, scratch: _Scratch) -> Any:
                     )
                     _clear_chunk(c, w, h)
                     for i in range(n):
-                        write = T.meta_var(widen(T.broadcast(b[row + i, h], c.lanes), c.act, c.lanes))
+                        write = T.meta_var(
+                            widen(T.broadcast(b[row + i, h], c.lanes), c.act, c.lanes)
+                        )
                         w["beta"][first + i, span(0, c.lanes)] = sigmoid(write, c.lanes)
                         l2_normalise(c, w["qn"], first + i, c.scale)
                         l2_normalise(c, w["kn"], first + i, 1.0)
