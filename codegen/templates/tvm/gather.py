@@ -12,7 +12,7 @@ from k3c.codegen.templates.tvm.rowwise import RowTemplate, fitting_lanes
 from k3c.codegen.templates.tvm.vector import narrow, span, storage, widen
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
-from k3c.targets.catalogue import Constant, Cost
+from k3c.targets.catalogue import Constant, Cost, Scalar
 from k3c.targets.target import Target
 
 
@@ -33,12 +33,15 @@ class _Gather(RowTemplate):
         """Return the compile-time constants."""
         table, out = node.operands[self.table].type, node.results[0].type
         return {
-            "table_rows": table.sizes[0],
             "width": out.sizes[1],
             "stored": table.dtype.name,
             "act": out.dtype.name,
             "lanes": fitting_lanes(out.sizes[1], target),
         }
+
+    def scalars(self, node: Node) -> tuple[Scalar, ...]:
+        """Return the run-time integers: rows to copy, rows of the table."""
+        return (*super().scalars(node), ("table_rows", node.operands[self.table].type.sizes[0]))
 
     def cost(self, node: Node, target: Target) -> Cost:
         """Return the bytes of the rows that are copied, not of the table."""
@@ -48,12 +51,17 @@ class _Gather(RowTemplate):
 
     def build(self, constants: Mapping[str, Constant], target: Target) -> Any:
         """Return the kernel."""
-        table_rows, width = int(constants["table_rows"]), int(constants["width"])
+        width, lanes = int(constants["width"]), int(constants["lanes"])
         stored, act = str(constants["stored"]), str(constants["act"])
-        lanes = int(constants["lanes"])
 
         @T.prim_func
-        def kernel(first_h: T.handle, second_h: T.handle, out_h: T.handle, rows: T.int64):
+        def kernel(
+            first_h: T.handle,
+            second_h: T.handle,
+            out_h: T.handle,
+            rows: T.int64,
+            table_rows: T.int64,
+        ):
             T.func_attr({"tirx.noalias": True})
             index_h = first_h if self.index == 0 else second_h
             table_h = second_h if self.index == 0 else first_h
