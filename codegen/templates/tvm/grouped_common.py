@@ -186,11 +186,10 @@ def grouped_function(shape: GroupedShape, body: Callable[[GroupedBuffers], None]
     return made.get()
 
 
-def row_ids(shape: GroupedShape, buffers: GroupedBuffers, at: Any) -> tuple[Any, Any]:
-    """Return the row of x and the row of the result of place `at` in the order."""
+def row_of_x(shape: GroupedShape, buffers: GroupedBuffers, at: Any) -> Any:
+    """Return the row of x at place `at` of the order."""
     flat = T.bind(T.Cast("int64", buffers.order[at]))
-    row = flat if shape.per_choice else T.bind(T.floordiv(flat, shape.choices))
-    return row, flat
+    return flat if shape.per_choice else T.bind(T.floordiv(flat, shape.choices))
 
 
 def multiply_codes(

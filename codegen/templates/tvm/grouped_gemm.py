@@ -25,7 +25,7 @@ from k3c.codegen.templates.tvm.grouped_common import (
     load_scale,
     multiply_codes,
     refuse_grouped,
-    row_ids,
+    row_of_x,
     wide_bytes,
     zeroed,
 )
@@ -153,11 +153,9 @@ def _emit_prefill_task(
             with B.serial(T.floordiv(count + (tile - 1), tile)) as index:
                 done = T.bind(index * tile)
                 places = [T.bind(start + T.min(done + i, count - 1)) for i in range(tile)]
-                ids = [row_ids(shape, buffers, place) for place in places]
-                sums = _multiply_decoded(shape, buffers, first, [row for row, _ in ids])
-                for i, (halves, (_, flat)) in enumerate(zip(sums, ids, strict=True)):
-                    with B.If(done + i < count), B.Then():
-                        write_panel(shape.epilogue, buffers.out, panel, flat, halves)
+                rows = [row_of_x(shape, buffers, place) for place in places]
+                sums = _multiply_decoded(shape, buffers, first, rows)
+                _write_rows(shape, buffers, panel, (start + done, count - done), sums)
 
 
 def _rows_of(buffers: GroupedBuffers, expert: Any) -> tuple[Any, Any]:
@@ -188,14 +186,24 @@ def _emit_code_tile(
     first, left, size = rows
     exact = size <= 2
     places = [T.bind(first + (i if exact else T.min(left - 1, i))) for i in range(size)]
-    ids = [row_ids(shape, buffers, place) for place in places]
-    sums = multiply_codes(shape, buffers, at, [row for row, _ in ids])
-    for i, (halves, (_, flat)) in enumerate(zip(sums, ids, strict=True)):
-        if exact:
-            write_panel(shape.epilogue, buffers.out, at[1], flat, halves)
-        else:
-            with B.If(left > i), B.Then():
-                write_panel(shape.epilogue, buffers.out, at[1], flat, halves)
+    sums = multiply_codes(shape, buffers, at, [row_of_x(shape, buffers, p) for p in places])
+    _write_rows(shape, buffers, at[1], (first, left), sums)
+
+
+def _write_rows(
+    shape: GroupedShape, buffers: GroupedBuffers, panel: Any, rows: tuple[Any, Any], sums: Any
+) -> None:
+    """Emit the epilogue of the rows (first place in the order, how many are left) of a tile."""
+    n = shape.lanes
+    first, left = rows
+    kept = [B.alloc_buffer((len(sums) * n,), "float32") for _ in range(HALVES)]
+    for i, halves in enumerate(sums):
+        for half in range(HALVES):
+            put(kept[half], halves[half], span(i * n, n))
+    with B.serial(len(sums)) as i, B.If(i < left), B.Then():
+        flat = T.bind(T.Cast("int64", buffers.order[first + i]))
+        loaded = [T.bind(k[span(i * n, n)]) for k in kept]
+        write_panel(shape.epilogue, buffers.out, panel, flat, loaded)
 
 
 def _decode_panel(

@@ -20,7 +20,7 @@ from k3c.codegen.templates.tvm.linear_common import (
     linear_function,
     node_layout,
     refuse_linear,
-    write_outputs,
+    write_rows,
     x_workspace_bytes,
 )
 from k3c.codegen.templates.tvm.vector import B
@@ -65,7 +65,7 @@ class LinearDecode:
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
         """Return the bytes of x as f32."""
-        return x_workspace_bytes(node)
+        return x_workspace_bytes(node, node.operands[0].type.sizes[0])
 
     def cost(self, node: Node, target: Target) -> Cost:
         """Return bytes and operations of one launch."""
@@ -79,11 +79,10 @@ class LinearDecode:
             with B.parallel(shape.layout.panels) as panel:
                 for block in _row_blocks(rows, shape.lanes):
                     unroll = _unroll(len(block), shape.inner)
-                    sums = accumulate(shape, buffers, panel, block, unroll)
-                    for row, halves in zip(block, sums, strict=True):
-                        write_outputs(shape, buffers, panel, row, halves)
+                    sums = accumulate(shape, buffers, (panel, 0), block, unroll)
+                    write_rows(shape, buffers, panel, block.start, sums)
 
-        return linear_function(shape, rows, body)
+        return linear_function(shape, rows, True, body)
 
 
 def _row_blocks(rows: int, lanes: int) -> list[range]:

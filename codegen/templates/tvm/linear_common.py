@@ -13,7 +13,7 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-from k3c.codegen.template import padded, refuse_dtype, result_bytes
+from k3c.codegen.template import ALIGN_BYTES, padded, refuse_dtype, result_bytes
 from k3c.codegen.templates.tvm.epilogue import (
     SITU_FLOPS,
     Epilogue,
@@ -138,59 +138,74 @@ def linear_cost(node: Node, target: Target) -> Cost:
     return Cost(layout.nbytes(inner) + others, result_bytes(node), flops)
 
 
-def x_workspace_bytes(node: Node) -> int:
-    """Return the bytes of x as f32, where it has to be converted."""
-    x = node.operands[0].type
-    return 0 if x.dtype.name == "f32" else padded(x.elements * 4, 64)
+def x_workspace_bytes(node: Node, tile: int) -> int:
+    """Return the bytes of x in tiles of rows, f32."""
+    rows, inner = node.operands[0].type.sizes
+    return padded(padded(rows, tile) * inner * 4, ALIGN_BYTES)
 
 
 @dataclass(frozen=True)
 class LinearBuffers:
-    """The buffers of a kernel; `wide` is x in f32."""
+    """The buffers of a kernel.
+
+    `tiles` is x as f32[count, K, rows of a tile], flat: one step of K reads one place, where the
+    rows themselves stand a power of two apart and would evict each other from the cache.
+    """
 
     x: Any
     w: Any
     addend: Any
     outs: tuple[Any, ...]
-    wide: Any
+    tiles: Any
+    count: Any
+    tile: int
     rows: Any
+
+    def at(self, shape: LinearShape, tile: Any, k: Any, row: Any) -> Any:
+        """Return the index in `tiles` of column k of a tile's row."""
+        return (tile * shape.inner + k) * self.tile + row
 
 
 def linear_function(
-    shape: LinearShape, static_rows: int, body: Callable[[LinearBuffers], None]
+    shape: LinearShape, tile: int, static_rows: bool, body: Callable[[LinearBuffers], None]
 ) -> Any:
-    """Return a kernel: parameters and buffers, x converted to f32, then `body`.
+    """Return a kernel: parameters and buffers, x converted to tiles, then `body`.
 
     Args:
         shape: The constants.
-        static_rows: Rows of x, or 0 where they are a run-time integer.
+        tile: Rows of a tile.
+        static_rows: Whether x has exactly one tile of rows; else rows are a run-time integer.
         body: Emits the rest.
     """
     with IRBuilder() as made, B.prim_func():
         B.func_attr({"tirx.noalias": True})
-        buffers = _declare(shape, static_rows)
-        if shape.act != "f32":
-            _convert_x(shape, buffers, static_rows)
+        buffers = _declare(shape, tile, static_rows)
+        _fill_tiles(shape, buffers, static_rows)
         body(buffers)
     return made.get()
 
 
 def accumulate(
-    shape: LinearShape, buffers: LinearBuffers, panel: Any, rows: Sequence[Any], unroll: int
+    shape: LinearShape,
+    buffers: LinearBuffers,
+    at: tuple[Any, Any],
+    rows: Sequence[int],
+    unroll: int,
 ) -> list[list[Any]]:
-    """Emit the product of some rows with a panel.
+    """Emit the product of some rows of a tile with a panel.
 
     Args:
         shape: The constants; `unroll` divides K.
         buffers: The buffers.
-        panel: Index of the panel.
-        rows: Index of each row.
+        at: Index of the panel, index of the tile.
+        rows: The rows, counted within the tile.
         unroll: Steps of K in flight, each with its own accumulators, to hide the latency of FMA.
 
     Returns:
         For each row, the low and the high half of the panel's columns, f32 lanes.
     """
     n = shape.lanes
+    panel, tile = at
     acc = [[B.alloc_buffer((n,), "float32") for _ in range(unroll * HALVES)] for _ in rows]
     for a in (a for row in acc for a in row):
         put(a, splat(0.0, n), span(0, n))
@@ -199,14 +214,34 @@ def accumulate(
             k = step * unroll + u
             halves = _load_panel(shape, buffers.w, panel, k)
             for row, sums in zip(rows, acc, strict=True):
-                x = T.bind(splat(buffers.wide[row, k], n))
+                x = T.bind(splat(buffers.tiles[buffers.at(shape, tile, k, row)], n))
                 for half in range(HALVES):
                     a = sums[u * HALVES + half]
                     put(a, a[span(0, n)] + halves[half] * x, span(0, n))
     return [[_sum_of(sums[half::HALVES], n) for half in range(HALVES)] for sums in acc]
 
 
-def write_outputs(
+def write_rows(
+    shape: LinearShape, buffers: LinearBuffers, panel: Any, first: Any, sums: Sequence[Any]
+) -> None:
+    """Emit the epilogue of the rows from `first` on that exist; `sums` is what accumulate returns.
+
+    A loop over the rows, whose sums pass through memory: unrolled, its code would be most of the
+    kernel.
+    """
+    n = shape.lanes
+    kept = [B.alloc_buffer((len(sums) * n,), "float32") for _ in range(HALVES)]
+    for i, halves in enumerate(sums):
+        for half in range(HALVES):
+            put(kept[half], halves[half], span(i * n, n))
+    with B.serial(len(sums)) as i:
+        loaded = [T.bind(k[span(i * n, n)]) for k in kept]
+        row = T.bind(first + i)
+        with B.If(row < buffers.rows), B.Then():
+            _write_outputs(shape, buffers, panel, row, loaded)
+
+
+def _write_outputs(
     shape: LinearShape, buffers: LinearBuffers, panel: Any, row: Any, sums: Any
 ) -> None:
     """Emit the epilogue of one row of a panel: the range that the panel lies in stores it."""
@@ -220,44 +255,63 @@ def write_outputs(
             _write_range(shape, buffers, index, (panel - r.first_panel, row), sums)
 
 
-def _declare(shape: LinearShape, static_rows: int) -> LinearBuffers:
+def _declare(shape: LinearShape, tile: int, static_rows: bool) -> LinearBuffers:
     pointer = {name: B.arg(name, B.handle()) for name in _pointers(shape)}
-    rows = static_rows or B.arg("rows", B.int64())
+    rows = tile if static_rows else B.arg("rows", B.int64())
     inner, layout, n = shape.inner, shape.layout, shape.lanes
-    x = B.decl_buffer((rows, inner), storage(shape.act), data=pointer["x"])
     panel = (n,) if layout.dtype == "bf16" else (HALVES * n,)
     kind = "uint32" if layout.dtype == "bf16" else "float32"
-    w = B.decl_buffer((layout.panels, inner, *panel), kind, data=pointer["w"])
     outs = [
         B.decl_buffer((rows, r.width), storage(out), data=pointer[f"y{i}"])
         for i, (r, out) in enumerate(zip(layout.ranges, shape.outs, strict=True))
     ]
-    addend = wide = None
+    addend = None
     if shape.addend:
         shape_of_sum = (rows, layout.ranges[0].width)
         addend = B.decl_buffer(shape_of_sum, storage(shape.act), data=pointer["addend"])
-    if shape.act != "f32":
-        wide = B.decl_buffer((rows, inner), "float32", data=pointer["scratch"])
-    return LinearBuffers(x, w, addend, tuple(outs), x if wide is None else wide, rows)
+    tiles = 1 if static_rows else T.bind(T.floordiv(rows + (tile - 1), tile))
+    return LinearBuffers(
+        x=B.decl_buffer((rows, inner), storage(shape.act), data=pointer["x"]),
+        w=B.decl_buffer((layout.panels, inner, *panel), kind, data=pointer["w"]),
+        addend=addend,
+        outs=tuple(outs),
+        tiles=B.decl_buffer((tiles * (inner * tile),), "float32", data=pointer["scratch"]),
+        count=tiles,
+        tile=tile,
+        rows=rows,
+    )
 
 
 def _pointers(shape: LinearShape) -> list[str]:
-    names = ["x", "w", *(["addend"] if shape.addend else [])]
-    names += [f"y{i}" for i in range(len(shape.outs))]
-    return names + ([] if shape.act == "f32" else ["scratch"])
+    outs = [f"y{i}" for i in range(len(shape.outs))]
+    return ["x", "w", *(["addend"] if shape.addend else []), *outs, "scratch"]
 
 
-def _convert_x(shape: LinearShape, buffers: LinearBuffers, static_rows: int) -> None:
-    """Write x as f32; the few rows of a decode step are not worth a parallel launch."""
+def _fill_tiles(shape: LinearShape, buffers: LinearBuffers, static_rows: bool) -> None:
+    """Write x in tiles; the last tile repeats the last row. One tile is not worth a launch."""
     n = shape.lanes
     whole = shape.inner // n
-    with B.serial(static_rows) if static_rows else B.parallel(buffers.rows) as row:
+    tiles = B.serial(1) if static_rows else B.parallel(buffers.count)
+    with tiles as t, B.serial(buffers.tile) as r:
+        row = r if static_rows else T.bind(T.min(t * buffers.tile + r, buffers.rows - 1))
         if whole:
             with B.serial(whole) as block:
-                at = span(block * n, n)
-                put(buffers.wide, widen(buffers.x[row, at], shape.act, n), row, at)
+                value = widen(buffers.x[row, span(block * n, n)], shape.act, n)
+                _put_column(buffers, T.bind(value), buffers.at(shape, t, block * n, r), n)
         for k in range(whole * n, shape.inner):
-            put(buffers.wide, widen(buffers.x[row, k], shape.act, 1), row, k)
+            value = widen(buffers.x[row, k], shape.act, 1)
+            put(buffers.tiles, value, buffers.at(shape, t, k, r))
+
+
+def _put_column(buffers: LinearBuffers, value: Any, first: Any, n: int) -> None:
+    """Emit the store of a row's lanes, which stand the rows of a tile apart."""
+    if buffers.tile == 1:
+        put(buffers.tiles, value, span(first, n))
+        return
+    lanes = B.alloc_buffer((n,), "float32")
+    put(lanes, value, span(0, n))
+    for i in range(n):
+        put(buffers.tiles, lanes[i], first + i * buffers.tile)
 
 
 def _load_panel(shape: LinearShape, w: Any, panel: Any, k: Any) -> tuple[Any, Any]:

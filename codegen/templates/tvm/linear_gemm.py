@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tvm.script import tirx as T
-
 from k3c.codegen.templates.tvm.linear_common import (
     LinearBuffers,
     LinearShape,
@@ -20,7 +18,7 @@ from k3c.codegen.templates.tvm.linear_common import (
     linear_function,
     node_layout,
     refuse_linear,
-    write_outputs,
+    write_rows,
     x_workspace_bytes,
 )
 from k3c.codegen.templates.tvm.vector import B
@@ -58,7 +56,7 @@ class LinearPrefill:
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
         """Return the bytes of x as f32."""
-        return x_workspace_bytes(node)
+        return x_workspace_bytes(node, _TILE_ROWS[target.lanes])
 
     def cost(self, node: Node, target: Target) -> Cost:
         """Return bytes and operations of one launch."""
@@ -68,23 +66,14 @@ class LinearPrefill:
         """Return the kernel."""
         shape = LinearShape.of(constants)
 
+        tile = _TILE_ROWS[shape.lanes]
+
         def body(buffers: LinearBuffers) -> None:
-            tile = _TILE_ROWS[shape.lanes]
-            tiles = T.floordiv(buffers.rows + (tile - 1), tile)
-            with B.parallel(shape.layout.panels) as panel, B.serial(tiles) as index:
-                _emit_tile(shape, buffers, panel, T.bind(index * tile))
+            with B.parallel(shape.layout.panels) as panel, B.serial(buffers.count) as index:
+                sums = accumulate(shape, buffers, (panel, index), range(tile), 1)
+                write_rows(shape, buffers, panel, index * tile, sums)
 
-        return linear_function(shape, 0, body)
-
-
-def _emit_tile(shape: LinearShape, buffers: LinearBuffers, panel: Any, first: Any) -> None:
-    tile = _TILE_ROWS[shape.lanes]
-    last = buffers.rows - 1
-    rows = [T.bind(T.min(first + i, last)) for i in range(tile)]
-    sums = accumulate(shape, buffers, panel, rows, 1)
-    for i, halves in enumerate(sums):
-        with B.If(first + i < buffers.rows), B.Then():
-            write_outputs(shape, buffers, panel, first + i, halves)
+        return linear_function(shape, tile, False, body)
 
 
 LINEAR_PREFILL = LinearPrefill()
