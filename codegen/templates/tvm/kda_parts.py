@@ -49,6 +49,12 @@ def log_decay(c: KdaShape, f: Any, rate: Any, bias: Any) -> Any:
 @T.inline
 def convolve(c, into, base, width, raw, taps, history, offset, h, slot, row, n) -> None:
     """Set rows of `into` to SiLU of the causal convolution; history ends as the last 3 raw rows."""
+    # Row by row first: along a column, rows of the step lie pages apart.
+    for i in range(n):
+        for d in range(width // c.lanes):
+            into[base + i, span(d * c.lanes, c.lanes)] = widen(
+                raw[row + i, span(h * width + d * c.lanes, c.lanes)], c.act, c.lanes
+            )
     for d in range(width // c.lanes):
         at = T.bind(h * width + d * c.lanes)
         window = T.alloc_buffer((3 * c.lanes,), "float32")
@@ -57,7 +63,7 @@ def convolve(c, into, base, width, raw, taps, history, offset, h, slot, row, n) 
                 history[slot, j, span(offset + at, c.lanes)], c.act, c.lanes
             )
         for i in range(n):
-            x = T.meta_var(hold(widen(raw[row + i, span(at, c.lanes)], c.act, c.lanes)))
+            x = T.meta_var(hold(into[base + i, span(d * c.lanes, c.lanes)]))
             total = T.meta_var(
                 hold(
                     window[span(0, c.lanes)] * taps[0, span(at, c.lanes)]
