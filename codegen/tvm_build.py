@@ -6,11 +6,15 @@ plan, are linked in sorted order: two builds of the same input are byte-identica
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 from k3c.artifact import Kernel, Plan
@@ -23,6 +27,10 @@ from k3c.targets.catalogue import Template
 from k3c.targets.target import Target
 
 _LINK_FLAGS = ("-shared", "-nostdlib", "-lm", "-lc", "-Wl,--build-id=none", "-Wl,--hash-style=gnu")
+
+# A worker spends seconds on importing TVM, about as long as some kernels take.
+_KERNELS_PER_WORKER = 8
+_FEWEST_WORKERS = 2
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,25 @@ def build_library(
     """
     by_symbol = {r.kernel(target, path.name).symbol: r for r in requests}
     _check_requested(plans, by_symbol.keys())
-    objects = {symbol: build_kernel(r, target) for symbol, r in sorted(by_symbol.items())}
+    objects = _build_kernels(dict(sorted(by_symbol.items())), target)
     entries = {plan.entry: entry_object(plan, target) for plan in plans}
     link({**objects, **entries}, path)
     return tuple(r.kernel(target, path.name) for _, r in sorted(by_symbol.items()))
+
+
+def _build_kernels(requests: Mapping[str, KernelRequest], target: Target) -> dict[str, bytes]:
+    """Return the object of every kernel, by symbol; many missing ones are built on all cores."""
+    keys = {s: kernel_key(r.template, r.constants, target) for s, r in requests.items()}
+    missing = [s for s, key in keys.items() if object_cache.load(key) is None]
+    workers = min(len(missing) // _KERNELS_PER_WORKER, len(os.sched_getaffinity(0)))
+    if workers < _FEWEST_WORKERS:
+        return {s: build_kernel(r, target) for s, r in requests.items()}
+    # Spawned, not forked: TVM and torch have threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        built = pool.map(build_kernel, [requests[s] for s in missing], repeat(target))
+        fresh = dict(zip(missing, built, strict=True))
+    return {s: fresh.get(s) or build_kernel(r, target) for s, r in requests.items()}
 
 
 def build_kernel(request: KernelRequest, target: Target) -> bytes:

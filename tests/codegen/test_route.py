@@ -33,7 +33,7 @@ def test_scale_and_renormalisation_are_applied(renormalize):
 def test_winners_may_all_lie_in_one_narrow_range(first):
     logits, bias = torch.randn(3, 896), torch.zeros(896)
     logits[:, first : first + 16] += 100
-    weights, experts = check(ROUTE, route(logits, bias, 16), [logits, bias], BOUND)
+    _, experts = check(ROUTE, route(logits, bias, 16), [logits, bias], BOUND)
     assert sorted(experts[0].tolist()) == list(range(first, first + 16))
 
 
