@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,11 +12,10 @@ from k3c.codegen.templates.tvm import kda_decode, kda_prefill
 from k3c.export.ops import REFERENCE
 from tests.support.closeness import relative_error
 from tests.support.kda_case import CONV_STATE, KDA_STATE, KdaCase
-from tests.support.kernel_runner import prepare, run
+from tests.support.kernel_runner import run
 
 DECODE, PREFILL = kda_decode.TEMPLATES[0], kda_prefill.TEMPLATES[0]
-F, B, A_LOG, DT_BIAS = 4, 5, 9, 10
-SEG_TOKENS, CONTEXT = 15, 17
+F, B, A_LOG, DT_BIAS, SEG_START = 4, 5, 9, 10, 14
 STEPS = 4096
 # f32 sums of up to 128 terms in another order than float64's; exp and sigmoid to 5e-7.
 BOUND = 2e-5
@@ -36,27 +36,22 @@ def steady(case: KdaCase, gate: float) -> list[Tensor]:
 
 
 def reference(case: KdaCase, operands: list[Tensor]) -> tuple[Tensor, ...]:
-    """The reference op in float64."""
+    """The reference op in float64, in chunks: token by token it takes ten times as long."""
     wide = [t.double() if t.is_floating_point() else t for t in operands]
-    return REFERENCE["kda"](*wide, **case.attrs)
+    return REFERENCE["kda"](*wide, **{**case.attrs, "chunk": 64})
 
 
 def decode_all(case: KdaCase, operands: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Feed a one-request step's rows to the decode kernel one by one: outputs and final state."""
-    first = [t[:1].clone() if i < 6 else t.clone() for i, t in enumerate(operands)]
-    first[SEG_TOKENS][0], first[CONTEXT][0] = 1, max(int(operands[CONTEXT][0]), 1)
-    single = one(1, 1, 1)
-    ready = prepare(DECODE, single.node(first), first)
-    rows = [t.numpy().view(np.uint8).reshape(len(t), -1) for t in operands[:6]]
-    outputs = []
-    for step in range(case.rows):
-        for buffer, values in zip(ready.buffers[:6], rows, strict=True):
-            buffer.data[:] = values[step]
-        ready.launch()
-        outputs.append(ready.outputs[0].data.copy())
-    out = torch.from_numpy(np.stack(outputs).view(np.float32))
-    state = torch.from_numpy(ready.outputs[2].data.copy().view(np.float32))
-    return out, state.view(operands[KDA_STATE].shape)
+    """Feed a one-request step's rows to the decode kernel: outputs and final state.
+
+    The kernel takes a segment's tokens one by one, through the state in memory, so one launch is as
+    many decode steps; the other segments, which make the step one row a segment, are padded ones.
+    """
+    tokens, padding = case.tokens[0], (0,) * (case.rows - 1)
+    many = dataclasses.replace(case, tokens=(tokens, *padding), context=(case.context[0], *padding))
+    step = [*operands[:SEG_START], *many.operands()[SEG_START:]]
+    out, _, state = run(DECODE, many.node(step), step)
+    return out, state
 
 
 @pytest.mark.parametrize("gate", [6.0, 30.0, -11.043, -40.0, 0.0])
@@ -122,7 +117,7 @@ def test_results_do_not_depend_on_where_a_prompt_is_cut(cut):
         # One row of padding, so that a cut of one token is a prefill step too.
         case = one(last - first + 1, last - first, first)
         step = [torch.cat([t[first:last], t[:1]]) for t in operands[:6]]
-        step += [*operands[6:CONV_STATE], *pools, *case.operands()[14:]]
+        step += [*operands[6:CONV_STATE], *pools, *case.operands()[SEG_START:]]
         part, *pools = run(PREFILL, case.node(step), step)
         parts.append(part[:-1])
     assert relative_error(torch.cat(parts), out) <= BOUND
