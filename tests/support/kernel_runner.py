@@ -24,17 +24,13 @@ from k3c.codegen.template import pack, packed_nbytes
 from k3c.codegen.tvm_build import KernelRequest, build_kernel, link
 from k3c.export.ops import REFERENCE
 from k3c.ir.graph import LayerAttr, Node, Value
+from k3c.ir.ops import OPS
 from k3c.ir.types import DTYPES, Layout, TensorType
 from k3c.targets.catalogue import Template
 from k3c.targets.target import Target, load_target
 
 GUARD_BYTES = 192
 NAN_BYTE = 0xFF
-IN_PLACE: Mapping[str, Mapping[int, int]] = {
-    "attn_res_norm": {0: 0, 2: 2},
-    "kda": {1: 12, 2: 13},
-    "mla_append": {0: 2},
-}
 _TORCH = {
     "f32": torch.float32,
     "bf16": torch.bfloat16,
@@ -120,7 +116,7 @@ def prepare(
     refusal = template.accepts(n, target)
     assert refusal is None, f"{template.name} refuses: {refusal}"
     operands = [_operand_buffer(v.type, t) for v, t in zip(n.operands, tensors, strict=True)]
-    in_place = IN_PLACE.get(n.op, {})
+    in_place = _in_place(n)
     fresh = {i: GuardedBuffer(r.type.nbytes) for i, r in enumerate(n.results) if i not in in_place}
     outputs = [operands[in_place[i]] if i in in_place else fresh[i] for i in range(len(n.results))]
     buffers = [*operands, *fresh.values()]
@@ -144,7 +140,7 @@ def run(
     ready.launch()
     for i, buffer in enumerate(ready.buffers):
         buffer.check(f"{template.name} argument {i}")
-    changed = set(IN_PLACE.get(n.op, {}).values())
+    changed = set(_in_place(n).values())
     for i, (old, buffer) in enumerate(zip(before, ready.buffers, strict=False)):
         assert i in changed or (old == buffer.data).all(), f"{template.name} wrote operand {i}"
     return [_to_tensor(r.type, b) for r, b in zip(n.results, ready.outputs, strict=True)]
@@ -235,6 +231,10 @@ def _tvm_runtime() -> Any:
         for p in importlib.util.find_spec(package).submodule_search_locations  # type: ignore[union-attr]
     ]
     return [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in found][-1]
+
+
+def _in_place(n: Node) -> Mapping[int, int]:
+    return OPS[n.op].in_place if n.op in OPS else {}
 
 
 def _operand_buffer(type_: TensorType, operand: Operand) -> GuardedBuffer:
