@@ -6,7 +6,11 @@ writes it:
     manifest.json            table of contents, with size and sha256 of every other file
     plans/<bucket>.json      one `Plan` per bucket
     weights.safetensors      one U8 tensor; data start at byte 4096, to be mapped in place
-    ...                      kernels, libraries, tokenizer, dumps of the passes
+    kernels.so               kernels and entry functions
+    lib/*.so                 the C libraries that kernels call
+    tokenizer/*              the model's tokenizer files, where it has them
+    ir/NN-<pass>.k3          the IR after each pass
+    passes.json              matches and refusals of each pass
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ from k3c.errors import ArtifactError
 
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.safetensors"
+KERNELS_FILE = "kernels.so"
+LIBRARY_FOLDER = "lib"
+TOKENIZER_FOLDER = "tokenizer"
+PASSES_FILE = "passes.json"
 MAX_JSON_BYTES = 64 << 20  # a manifest of all of K3 is under 4 MiB
 QUICK_WEIGHTS_BYTES = 1 << 30  # "quick" hashes weights up to this size: about a second
 MEMBER_NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]*(/[a-z0-9_-][a-z0-9_.-]*)*")
@@ -78,6 +86,19 @@ def read_plan(directory: Path, bucket: str) -> Plan:
     """
     path = directory / plan_file(bucket)
     return from_json(Plan, _read_text(path), str(path))
+
+
+def read_pass_report(directory: Path) -> list[dict[str, Any]]:
+    """Read what the passes did: one object a pass, for people and reports, not for the runtime.
+
+    Raises:
+        ArtifactError: It is missing, too large, or not JSON.
+    """
+    path = directory / PASSES_FILE
+    try:
+        return json.loads(_read_text(path))
+    except (ValueError, RecursionError) as exc:
+        raise ArtifactError(f"not valid JSON: {exc}", str(path), _AGAIN) from exc
 
 
 def verify(directory: Path, manifest: Manifest, mode: Verify = "full") -> None:

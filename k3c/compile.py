@@ -24,6 +24,7 @@ from k3c.artifact import (
     TargetInfo,
     WeightEntry,
 )
+from k3c.artifact_dir import KERNELS_FILE, LIBRARY_FOLDER, PASSES_FILE, TOKENIZER_FOLDER
 from k3c.artifact_writer import ArtifactWriter
 from k3c.codegen.kernel_key import kernel_key, kernel_symbol
 from k3c.codegen.runtime_libraries import runtime_libraries
@@ -54,7 +55,6 @@ PREFILL_ROWS = (16, 64, 256)
 SCORE_ROWS = (64,)
 CHUNK_REQUESTS = 8  # requests whose chunks a prefill or score step may pack
 COMPUTE_TYPES: Mapping[str, Compute] = {"bfloat16": "bf16", "float32": "f32"}
-KERNELS_FILE = "kernels.so"
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
 TOOLS = ("torch", "apache-tvm", "apache-tvm-ffi", "numpy")
 
@@ -204,7 +204,7 @@ def _add_kernels(writer: ArtifactWriter, planned: _Planned) -> tuple[Kernel, ...
     for plan in planned.plans:
         writer.add_plan(plan)
     for path in runtime_libraries():
-        writer.add_file(f"lib/{path.name}", path)
+        writer.add_file(f"{LIBRARY_FOLDER}/{path.name}", path)
     return kernels
 
 
@@ -224,10 +224,10 @@ def _add_texts(writer: ArtifactWriter, model: Path, module: Module, result: Pipe
     writer.add_text("ir/00-export.k3", show(module))
     for name, text in sorted(result.texts.items()):
         writer.add_text(name, text)
-    writer.add_text("passes.json", pass_report(result))
+    writer.add_text(PASSES_FILE, pass_report(result))
     has_tokenizer = all((model / name).is_file() for name in TOKENIZER_FILES)
     for name in TOKENIZER_FILES if has_tokenizer else ():
-        writer.add_file(f"tokenizer/{name}", model / name)
+        writer.add_file(f"{TOKENIZER_FOLDER}/{name}", model / name)
     return has_tokenizer
 
 

@@ -12,8 +12,6 @@ from k3c import artifact_dir
 from k3c.artifact import Manifest, Plan
 from k3c.memory_report import memory_report, totals
 
-PASSES_FILE = "passes.json"
-
 
 def inspect_artifact(artifact: Path, as_json: bool, passes: bool, memory: bool) -> None:
     """Print a report of an artifact; weights are not read, their size is checked.
@@ -32,7 +30,7 @@ def inspect_artifact(artifact: Path, as_json: bool, passes: bool, memory: bool) 
     plans = [artifact_dir.read_plan(artifact, bucket.name) for bucket in manifest.buckets]
     report = _summary(manifest, plans)
     if passes:
-        report["passes"] = json.loads((artifact / PASSES_FILE).read_text(encoding="utf-8"))
+        report["passes"] = artifact_dir.read_pass_report(artifact)
     if memory:
         report["memory"] = {p.bucket.name: _memory(p, manifest) for p in plans}
     print(json.dumps(report, sort_keys=True, indent=1) if as_json else _text(report))

@@ -7,7 +7,7 @@ allocate the other spaces, open the libraries, bind the executors. Each phase is
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,13 @@ from typing import Literal
 
 from k3c import artifact_dir
 from k3c.artifact import SPACES, Manifest, Plan
+from k3c.artifact_dir import LIBRARY_FOLDER, TOKENIZER_FOLDER
 from k3c.errors import ArtifactError
-from k3c.plan_check import check_together, require
+from k3c.plan_check import Finding, check, check_together
 from k3c.runtime.driver.cpu import LIBRARIES, CpuDriver, Memory, allocate, map_weights
 from k3c.runtime.driver.cpu_features import check_machine, machine_features
 from k3c.runtime.executor import CommandExecutor, EntryExecutor, Executor
 from k3c.runtime.step_io import StepIo
-
-LIBRARY_FOLDER = "lib"  # the TVM C libraries
-TOKENIZER_FOLDER = "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def _read_plans(directory: Path, manifest: Manifest) -> list[Plan]:
     plans = []
     for bucket in manifest.buckets:
         plan = artifact_dir.read_plan(directory, bucket.name)
-        require(plan)
+        _refuse(check(plan), f"plan {bucket.name}")
         over = [s for s in SPACES if plan.space_bytes.get(s, 0) > manifest.space_bytes.get(s, 0)]
         if plan.bucket != bucket or over:
             what = f"the manifest is too small in {over}" if over else "it plans another bucket"
@@ -124,9 +122,14 @@ def _read_plans(directory: Path, manifest: Manifest) -> list[Plan]:
         plans.append(plan)
     if not plans:
         raise ArtifactError("no buckets", str(directory), "compile again")
-    for finding in check_together(plans):
-        raise ArtifactError(f"{finding.rule}: {finding.message}", str(directory), "compile again")
+    _refuse(check_together(plans), str(directory))
     return plans
+
+
+def _refuse(findings: Sequence[Finding], where: str) -> None:
+    """Refuse an artifact whose plans break a rule: here a bad plan is damaged data."""
+    for finding in findings:
+        raise ArtifactError(f"{finding.rule}: {finding.message}", where, "compile again")
 
 
 def _make_memory(directory: Path, manifest: Manifest) -> dict[str, Memory]:

@@ -104,5 +104,5 @@ def test_a_plan_that_the_checker_rejects_is_refused(artifact, tmp_path, monkeypa
     data = json.dumps(plan).encode()
     copy = changed(artifact, tmp_path, "plans/decode.b1.json", data)
     monkeypatch.setattr(loader.artifact_dir, "verify", lambda *_: None)
-    with pytest.raises(Exception, match=r"decode\.b1"):
+    with pytest.raises(ArtifactError, match=r"bounds.*decode\.b1"):
         load_artifact(copy, LoadOptions())
