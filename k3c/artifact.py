@@ -222,6 +222,11 @@ class Manifest:
     members: Mapping[str, Member]
 
 
+def aligned(nbytes: int) -> int:
+    """Return the first place at or after byte `nbytes` where a buffer may begin."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
 def to_json(value: Any) -> str:
     """Return a dataclass as JSON text: sorted keys, one deterministic form, a final newline."""
     return json.dumps(asdict(value), sort_keys=True, indent=1, ensure_ascii=True) + "\n"

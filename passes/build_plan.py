@@ -19,6 +19,7 @@ from k3c.artifact import (
     LayerCall,
     Plan,
     Space,
+    aligned,
 )
 from k3c.errors import PassError
 from k3c.ir.graph import Graph, LayerAttr, Module, Node
@@ -31,8 +32,7 @@ from k3c.plan_check import require
 from k3c.targets.catalogue import Constant, Template
 from k3c.targets.target import Target
 
-NAME = "build_plan"
-KernelKey = Callable[[Template, Mapping[str, Constant], Target], str]
+KernelSymbol = Callable[[Template, Mapping[str, Constant], Target], str]
 STATE_SPACES: tuple[Space, ...] = ("kv_pages", "state_slots")
 IO_DTYPES = ("i32", "i64", "f32")
 
@@ -57,13 +57,13 @@ class _StateTable:
     space_bytes: Mapping[Space, int]
 
 
-def run(scheduled: Scheduled, weights: WeightTable, kernel_key: KernelKey) -> Plan:
+def run(scheduled: Scheduled, weights: WeightTable, kernel_symbol: KernelSymbol) -> Plan:
     """Build and check the plan of one bucket.
 
     Args:
         scheduled: The bucket's module in launch order.
         weights: Places of all weights, the same for all buckets.
-        kernel_key: Returns the key of the kernel that a template makes with some constants.
+        kernel_symbol: Names the kernel that a template makes with some constants.
 
     Raises:
         PassError: A value is read after it was overwritten, or a carry is lost.
@@ -72,7 +72,7 @@ def run(scheduled: Scheduled, weights: WeightTable, kernel_key: KernelKey) -> Pl
     selected = scheduled.selected
     module = selected.module
     boundary = Boundary.of(module, selected.state_spaces)
-    bodies = {g.name: _body(g, boundary, selected, kernel_key) for g in module.graphs}
+    bodies = {g.name: _body(g, boundary, selected, kernel_symbol) for g in module.graphs}
     _refuse_lost_carries(module, bodies)
     steps = _step_storages(bodies)
     state = _state_table(module, boundary)
@@ -100,7 +100,9 @@ def _space_bytes(weights: int, arena: int, state: _StateTable, io: int) -> dict[
     return sizes | {str(space): nbytes for space, nbytes in state.space_bytes.items()}
 
 
-def _body(graph: Graph, boundary: Boundary, selected: Selected, kernel_key: KernelKey) -> _Body:
+def _body(
+    graph: Graph, boundary: Boundary, selected: Selected, kernel_symbol: KernelSymbol
+) -> _Body:
     assignment = assign(graph, boundary)
     scratch = {
         s.id: s.type.nbytes for s in assignment.storages.values() if s.space == "arena" and s.graph
@@ -113,8 +115,9 @@ def _body(graph: Graph, boundary: Boundary, selected: Selected, kernel_key: Kern
         if workspace:
             args.append(f"{graph.name}.{node.results[0].name}.workspace")
             scratch[args[-1]] = workspace
-        key = kernel_key(template, template.constants(node, selected.target), selected.target)
-        commands.append(_launch(node, template, key, args, assignment))
+        constants = template.constants(node, selected.target)
+        symbol = kernel_symbol(template, constants, selected.target)
+        commands.append(_launch(node, template, symbol, args, assignment))
     commands += [_copy(to, source, assignment) for to, source in assignment.copies]
     return _Body(graph, assignment, tuple(commands), scratch, _spans(commands))
 
@@ -126,7 +129,7 @@ def _buffer_args(node: Node, assignment: Assignment) -> list[str]:
 
 
 def _launch(
-    node: Node, template: Template, key: str, args: list[str], assignment: Assignment
+    node: Node, template: Template, symbol: str, args: list[str], assignment: Assignment
 ) -> Command:
     owner = assignment.owner
     scalars = tuple(
@@ -139,7 +142,7 @@ def _launch(
     written += [a for a in args if a not in reads and a not in written]
     return Command(
         kind="launch",
-        kernel=key,
+        kernel=symbol,
         args=(*(Arg(buffer=name) for name in args), *scalars),
         reads=tuple(reads),
         writes=tuple(dict.fromkeys(written)),
@@ -208,7 +211,7 @@ def _stack(storages: list[Storage]) -> tuple[dict[str, int], int]:
     cursor = 0
     for storage in storages:
         offsets[storage.id] = cursor
-        cursor += -(-storage.type.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        cursor += aligned(storage.type.nbytes)
     return offsets, cursor
 
 

@@ -11,9 +11,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from k3c.artifact import ALIGN_BYTES
+from k3c.artifact import ALIGN_BYTES, aligned
 
-NAME = "plan_memory"
 SEARCH_STEPS = 300  # about a millisecond each; only where greedy misses the bound
 
 
@@ -113,7 +112,7 @@ def _stack(buffers: Order, offsets: dict[str, int]) -> int:
     for b in sorted(buffers, key=lambda b: (-b.align, b.id)):
         offsets[b.id] = bottom
         bottom += b.rounded
-    return -(-bottom // ALIGN_BYTES) * ALIGN_BYTES
+    return aligned(bottom)
 
 
 def _groups(buffers: Order) -> list[Order]:

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from k3c.artifact import ALIGN_BYTES
+from k3c.artifact import aligned
 from k3c.ir.graph import Graph
 from k3c.passes.assign_buffers import Assignment, Boundary, assign, in_place
 from k3c.passes.select_kernels import Selected
 
-NAME = "schedule"
-REQUIRES = "every node has a template"
-ENSURES = "same nodes in a valid order"
 MAX_MOVES = 100  # each lowers the peak; real graphs need a handful
 
 Order = tuple[int, ...]
@@ -77,7 +74,7 @@ def run(selected: Selected) -> Scheduled:
 
 def _scene(graph: Graph, assignment: Assignment, selected: Selected) -> _Scene:
     scratch = {
-        s.id: _rounded(s.type.nbytes)
+        s.id: aligned(s.type.nbytes)
         for s in assignment.storages.values()
         if s.space == "arena" and s.graph
     }
@@ -87,7 +84,7 @@ def _scene(graph: Graph, assignment: Assignment, selected: Selected) -> _Scene:
         for node in graph.nodes
     )
     workspace = tuple(
-        _rounded(selected.template(graph, node).workspace_bytes(node, selected.target))
+        aligned(selected.template(graph, node).workspace_bytes(node, selected.target))
         for node in graph.nodes
     )
     return _Scene(_dependencies(graph, assignment), touched, scratch, workspace)
@@ -170,7 +167,3 @@ def _levels(scene: _Scene, order: Sequence[int]) -> list[int]:
     for node in order:
         levels[node] = 1 + max((levels[b] for b in scene.before[node]), default=-1)
     return levels
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

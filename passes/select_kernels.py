@@ -11,16 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from k3c.artifact import Bucket, Space
-from k3c.errors import CodegenError, PassError, PlanError
+from k3c.errors import CodegenError, PassError
 from k3c.ir.graph import Graph, Input, Module, Node, Value, Weight
 from k3c.ir.refusal import Refusal
 from k3c.ir.types import ROW_MAJOR, Layout, SymDim
 from k3c.targets.catalogue import Catalogue, Template
 from k3c.targets.target import Target
-
-NAME = "select_kernels"
-REQUIRES = "level kernel"
-ENSURES = "every dimension bound, every node has a template, every weight a layout"
 
 HEAD, SCORE_HEAD = "head", "score_head"
 PAGES_DIM = "P"  # a state whose first dimension is this lies in pages; any other lies in slots
@@ -69,8 +65,8 @@ def run(module: Module, bucket: Bucket, catalogue: Catalogue, target: Target) ->
 
     Raises:
         CodegenError: No template takes a node; the message has every refusal.
-        PassError: Two nodes want one weight in different layouts.
-        PlanError: The bucket leaves a dimension unbound.
+        PassError: Two nodes want one weight in different layouts, or the bucket leaves a dimension
+            unbound.
     """
     assert module.level == "kernel", f"level {module.level}, need kernel"
     used = _drop_unused_head(module, bucket)
@@ -141,7 +137,7 @@ def _bind(graph: Graph, bucket: Bucket) -> Graph:
         for dim in kind.shape:
             if isinstance(dim, SymDim):
                 where = f"%{value.name} in graph {graph.name}, bucket {bucket.name}"
-                raise PlanError(f"dimension {dim} is not bound", where, "bind it in the bucket")
+                raise PassError(f"dimension {dim} is not bound", where, "bind it in the bucket")
         return replace(value, type=kind)
 
     return _map_values(graph, bound)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from k3c.artifact import ALIGN_BYTES, WeightEntry
+from k3c.artifact import WeightEntry, aligned
 from k3c.errors import PassError
 from k3c.ir.graph import Call, Graph, Weight
 from k3c.ir.types import TensorType
@@ -113,7 +113,7 @@ class _Table:
         )
         self.entries.append(entry)
         base = self.bases[graph.name, layer]
-        self.cursor += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.cursor += aligned(nbytes)
         return WeightPlace(entry.offset - base, nbytes, per_layer)
 
 

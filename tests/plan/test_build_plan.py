@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from k3c.artifact import to_json
-from k3c.errors import PassError, PlanError
+from k3c.errors import PassError
 from k3c.ir.text import parse
 from k3c.passes import build_plan, schedule, select_kernels
 from k3c.passes.assign_buffers import Boundary, assign, in_place
@@ -18,7 +18,7 @@ from tests.support.plan_modules import (
     FakeTemplate,
     bucket,
     catalogue,
-    kernel_key,
+    kernel_symbol,
     module,
     packed_bytes,
     plans,
@@ -32,7 +32,7 @@ def build(source, name, templates=None):
     selected = select_kernels.run(source, bucket(name), templates or catalogue(), TARGET)
     scheduled = schedule.run(selected)
     weights = weight_table([selected], packed_bytes)
-    return scheduled.selected, build_plan.run(scheduled, weights, kernel_key)
+    return scheduled.selected, build_plan.run(scheduled, weights, kernel_symbol)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -212,7 +212,7 @@ def test_a_carry_returned_as_it_came_needs_no_command():
 
 def test_an_unbound_dimension_is_named():
     short = replace(bucket("decode.b2"), dims={"T": 2, "B": 2, "S": 5, "M": 4})
-    with pytest.raises(PlanError, match=r"dimension P is not bound.*kv_cache.*mla_moe"):
+    with pytest.raises(PassError, match=r"dimension P is not bound.*kv_cache.*mla_moe"):
         select_kernels.run(module(), short, catalogue(), TARGET)
 
 

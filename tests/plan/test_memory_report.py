@@ -5,13 +5,20 @@ import pytest
 from k3c.memory_report import memory_report, totals
 from k3c.passes import build_plan, schedule, select_kernels
 from k3c.passes.weight_table import weight_table
-from tests.support.plan_modules import TARGET, bucket, catalogue, kernel_key, module, packed_bytes
+from tests.support.plan_modules import (
+    TARGET,
+    bucket,
+    catalogue,
+    kernel_symbol,
+    module,
+    packed_bytes,
+)
 
 
 def report_of(name):
     selected = select_kernels.run(module(), bucket(name), catalogue(), TARGET)
     weights = weight_table([selected], packed_bytes)
-    plan = build_plan.run(schedule.run(selected), weights, kernel_key)
+    plan = build_plan.run(schedule.run(selected), weights, kernel_symbol)
     return plan, weights, memory_report(plan, weights.entries)
 
 

@@ -12,7 +12,7 @@ from k3c.passes.context import PassContext
 from k3c.passes.pipeline import run_pipeline
 from k3c.passes.weight_table import weight_table
 from k3c.plan_check import check_together
-from tests.support.plan_modules import TARGET, FakeTemplate, catalogue, kernel_key, packed_bytes
+from tests.support.plan_modules import TARGET, FakeTemplate, catalogue, kernel_symbol, packed_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ("models/k3-demo", "tests/data/configs/kimi-k3-config.json")
@@ -33,7 +33,7 @@ def test_every_bucket_of_an_exported_model_plans_within_the_bound(config):
     kernels = run_pipeline(module, PassContext(TARGET, templates)).module
     selections = [select_kernels.run(kernels, b, templates, TARGET) for b in buckets()]
     weights = weight_table(selections, packed_bytes)
-    plans = [build_plan.run(schedule.run(s), weights, kernel_key) for s in selections]
+    plans = [build_plan.run(schedule.run(s), weights, kernel_symbol) for s in selections]
     assert check_together(plans) == []
     for plan in plans:
         assert plan.space_bytes["arena"] <= 1.05 * plan.arena_lower_bound_bytes

@@ -205,7 +205,7 @@ def packed_bytes(kind) -> int:
     return -(-kind.nbytes // 256) * 256 if str(kind.layout) != "row_major" else kind.nbytes
 
 
-def kernel_key(template, constants, target) -> str:
+def kernel_symbol(template, constants, target) -> str:
     return f"{template.name}-{target.name}-{sorted(constants.items())}"
 
 
@@ -214,4 +214,4 @@ def plans(*names: str, source: Module | None = None) -> list[Plan]:
     whole = source or module()
     selections = [select_kernels.run(whole, bucket(n), catalogue(), TARGET) for n in names]
     weights = weight_table(selections, packed_bytes)
-    return [build_plan.run(schedule.run(s), weights, kernel_key) for s in selections]
+    return [build_plan.run(schedule.run(s), weights, kernel_symbol) for s in selections]
