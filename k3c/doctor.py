@@ -11,9 +11,10 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from k3c import __version__
+from k3c.errors import DeviceFault
+from k3c.runtime.driver.cpu_features import machine_features
 
 RUNTIME = ("numpy", "rich", "tiktoken", "typer")
 COMPILE = ("torch", "networkx", "safetensors", "apache-tvm", "apache-tvm-ffi")
@@ -36,14 +37,12 @@ def _version(distribution: str) -> str:
         return "not installed"
 
 
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return the kernel's list of CPU feature flags; empty where it gives none."""
-    if not cpuinfo.exists():
+def _cpu_features() -> frozenset[str]:
+    """Return what the CPU can do; nothing where the machine does not say."""
+    try:
+        return machine_features()
+    except DeviceFault:
         return frozenset()
-    for line in cpuinfo.read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
 
 
 def _compiler() -> str:
@@ -85,7 +84,7 @@ def run_doctor(as_json: bool) -> None:
         as_json: Print one JSON object instead of text.
     """
     versions = {name: _version(name) for name in (*RUNTIME, *COMPILE)}
-    flags, compiler = cpu_flags(), _compiler()
+    flags, compiler = _cpu_features(), _compiler()
     findings = _findings(versions, flags, compiler)
     report = {
         "k3c": __version__,

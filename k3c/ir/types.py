@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from k3c.errors import PlanError
-
 MX_BLOCK = 32  # elements that share one e8m0 scale in MXFP4 (OCP Microscaling v1.0)
 
 
@@ -89,17 +87,10 @@ class TensorType:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape as integers.
-
-        Raises:
-            PlanError: A symbolic dimension is not bound.
-        """
-        for dim in self.shape:
-            if isinstance(dim, SymDim):
-                raise PlanError(
-                    f"dimension {dim.name} is not bound", str(self), "bind it in the bucket"
-                )
-        return tuple(d for d in self.shape if isinstance(d, int))
+        """The shape as integers; every dimension must be bound."""
+        found = tuple(d for d in self.shape if isinstance(d, int))
+        assert len(found) == len(self.shape), f"a dimension of {self} is not bound"
+        return found
 
     @property
     def elements(self) -> int:

@@ -15,7 +15,6 @@ from k3c.model.config import TextConfig
 
 MODEL = "language_model.model."
 LM_HEAD = "language_model.lm_head.weight"
-EXPERT_MATRICES = ("w1", "w2", "w3")
 _SKIPPED = ("vision_tower.", "mm_projector.")
 _LAYER = re.compile(r"language_model\.model\.layers\.(\d+)\.")
 _MOE_AS_MLP = re.compile(r"\.mlp\.(?=gate\.|experts\.|shared_experts\.|routed_expert_)")
