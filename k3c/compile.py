@@ -38,6 +38,7 @@ from k3c.ir.graph import Module
 from k3c.ir.text import show
 from k3c.model.checkpoint import Checkpoint
 from k3c.model.config import TextConfig, load_config, stop_token_ids
+from k3c.model.state import PAGE_TOKENS
 from k3c.passes.build_plan import run as build_plan
 from k3c.passes.context import PassContext
 from k3c.passes.pipeline import PipelineResult, run_pipeline
@@ -49,7 +50,6 @@ from k3c.targets.catalogue import Catalogue, Constant, Template
 from k3c.targets.target import Target, load_target
 from k3c.weights import WeightPacker
 
-PAGE_TOKENS = 16
 DECODE_REQUESTS = (1, 2, 4, 8)
 PREFILL_ROWS = (16, 64, 256)
 SCORE_ROWS = (64,)

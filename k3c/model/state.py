@@ -13,7 +13,7 @@ from torch import Tensor
 from k3c.model.config import TextConfig
 from k3c.model.options import ModelOptions
 
-PAGE_TOKENS = 16
+PAGE_TOKENS = 16  # positions of a page, here and in every artifact
 
 
 @dataclass(frozen=True)
