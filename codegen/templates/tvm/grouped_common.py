@@ -23,7 +23,16 @@ from k3c.codegen.templates.tvm.mxfp4_layout import (
     parse_mxfp4_layout,
 )
 from k3c.codegen.templates.tvm.panel_layout import HALVES
-from k3c.codegen.templates.tvm.vector import B, put, span, splat, storage, widen
+from k3c.codegen.templates.tvm.vector import (
+    PREFETCH_BYTES,
+    B,
+    prefetch,
+    put,
+    span,
+    splat,
+    storage,
+    widen,
+)
 from k3c.ir.graph import LayerAttr, Node
 from k3c.ir.refusal import Refusal
 from k3c.ir.types import MX_BLOCK
@@ -256,9 +265,13 @@ def _add_word(
     table, parts = into
     chains = len(parts) // (len(rows) * HALVES)
     words = [T.bind(buffers.words[(*at, h, span(0, n))]) for h in range(HALVES)]
+    expert, panel, block, word = at
+    ahead = block + PREFETCH_BYTES // (WORDS_PER_BLOCK * HALVES * n * 4)
+    for h in range(HALVES):
+        prefetch(buffers.words, expert, panel, ahead, word, h, 0)
     for i in range(CODES_PER_WORD):
-        k = at[2] * MX_BLOCK + at[3] * CODES_PER_WORD + i
-        values = [decode_code(table, word, i, n) for word in words]
+        k = block * MX_BLOCK + word * CODES_PER_WORD + i
+        values = [decode_code(table, codes, i, n) for codes in words]
         for r, row in enumerate(rows):
             x = T.bind(splat(buffers.wide[row, k], n))
             for half in range(HALVES):

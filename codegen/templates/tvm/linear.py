@@ -13,14 +13,16 @@ from typing import Any
 
 from k3c.codegen.templates.tvm.linear_common import (
     LinearBuffers,
-    LinearShape,
     accumulate,
+    linear_function,
+    write_rows,
+)
+from k3c.codegen.templates.tvm.linear_node import (
+    LinearShape,
     linear_constants,
     linear_cost,
-    linear_function,
     node_layout,
     refuse_linear,
-    write_rows,
     x_workspace_bytes,
 )
 from k3c.codegen.templates.tvm.vector import B

@@ -1,4 +1,4 @@
-"""What the kernels of `linear` share: their constants, the register tile and the epilogue.
+"""What the kernels of `linear` share: tiles of x, the register tile and the epilogue.
 
 A tile is some rows of x times one panel of weights. Its accumulators are one small buffer each:
 the code generator keeps those in registers, while one above 1 KiB would become a heap allocation.
@@ -6,29 +6,27 @@ the code generator keeps those in registers, while one above 1 KiB would become 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-from k3c.codegen.template import ALIGN_BYTES, padded, refuse_dtype, result_bytes
 from k3c.codegen.templates.tvm.epilogue import (
-    SITU_FLOPS,
     Epilogue,
     write_panel,
     write_panel_sum,
 )
+from k3c.codegen.templates.tvm.linear_node import LinearShape
 from k3c.codegen.templates.tvm.panel_layout import (
     HALVES,
-    PanelLayout,
-    panel_layout,
-    parse_panel_layout,
 )
 from k3c.codegen.templates.tvm.vector import (
+    PREFETCH_BYTES,
     B,
     bits,
+    prefetch,
     put,
     span,
     splat,
@@ -36,112 +34,8 @@ from k3c.codegen.templates.tvm.vector import (
     typed,
     widen,
 )
-from k3c.ir.graph import LayerAttr, Node
-from k3c.ir.refusal import Refusal
-from k3c.targets.catalogue import Constant, Cost
-from k3c.targets.target import Target
 
 _HIGH_HALF = 0xFFFF0000
-_INDEX_LIMIT = 2**31  # weights are indexed in 32 bits
-_EPILOGUES = ("none", "situ")
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    """Compile-time constants of a linear kernel.
-
-    Attributes:
-        layout: The weight's layout.
-        inner: K.
-        act: Dtype of x.
-        outs: Dtype of each result.
-        addend: Whether a third operand is added.
-        beta: Gate cap of SiTU.
-        linear_beta: Up cap of SiTU, or "none".
-    """
-
-    layout: PanelLayout
-    inner: int
-    act: str
-    outs: tuple[str, ...]
-    addend: bool
-    beta: float
-    linear_beta: float | str
-
-    @property
-    def lanes(self) -> int:
-        """f32 elements of a vector."""
-        return self.layout.lanes
-
-    @staticmethod
-    def of(constants: Mapping[str, Constant]) -> LinearShape:
-        """Return the shape that `linear_constants` described."""
-        cap = constants["linear_beta"]
-        return LinearShape(
-            layout=parse_panel_layout(str(constants["layout"])),
-            inner=int(constants["inner"]),
-            act=str(constants["act"]),
-            outs=tuple(str(constants["outs"]).split("-")),
-            addend=bool(constants["addend"]),
-            beta=float(constants["beta"]),
-            linear_beta=cap if isinstance(cap, str) else float(cap),
-        )
-
-
-def node_layout(node: Node, target: Target) -> PanelLayout:
-    """Return the panel layout of a node's weight."""
-    kinds = epilogues(node)
-    columns = [(r.type.sizes[1], k == "situ") for r, k in zip(node.results, kinds, strict=True)]
-    return panel_layout(node.operands[1].type.dtype.name, target.lanes, columns)
-
-
-def epilogues(node: Node) -> tuple[str, ...]:
-    """Return the epilogue of each result; without the attribute none has one."""
-    given = node.attrs.get("epilogues", ("none",) * len(node.results))
-    assert isinstance(given, tuple), f"epilogues of {node.op}: {given!r} is no tuple"
-    return tuple(str(e) for e in given)
-
-
-def linear_constants(node: Node, target: Target) -> dict[str, Constant]:
-    """Return the constants of a node's kernel, without rows."""
-    with_situ = "situ" in epilogues(node)
-    return {
-        "layout": node_layout(node, target).name,
-        "inner": node.operands[0].type.sizes[1],
-        "act": node.operands[0].type.dtype.name,
-        "outs": "-".join(r.type.dtype.name for r in node.results),
-        "addend": int(len(node.operands) > 2),
-        "beta": _number(node, "beta", 0.0) if with_situ else 0.0,
-        "linear_beta": _number(node, "linear_beta", "none") if with_situ else "none",
-    }
-
-
-def refuse_linear(node: Node, target: Target) -> Refusal | None:
-    """Return why no panel kernel implements a node, or None."""
-    if not 2 <= len(node.operands) <= 3 or not node.results:
-        return Refusal("linear takes x, w and at most one addend", len(node.operands))
-    for index in range(len(node.operands)):
-        refusal = refuse_dtype(node, index, ("f32", "bf16"))
-        if refusal is not None:
-            return refusal
-    return _refuse_results(node) or _refuse_sizes(node, target)
-
-
-def linear_cost(node: Node, target: Target) -> Cost:
-    """Return bytes and operations of one launch: packed weights once, x and results once."""
-    rows, inner = node.operands[0].type.sizes
-    layout = node_layout(node, target)
-    others = sum(v.type.nbytes for i, v in enumerate(node.operands) if i != 1)
-    flops = HALVES * rows * inner * node.operands[1].type.sizes[0]
-    for result, kind in zip(node.results, epilogues(node), strict=True):
-        flops += result.type.elements * SITU_FLOPS if kind == "situ" else 0
-    return Cost(layout.nbytes(inner) + others, result_bytes(node), flops)
-
-
-def x_workspace_bytes(node: Node, tile: int) -> int:
-    """Return the bytes of x in tiles of rows, f32."""
-    rows, inner = node.operands[0].type.sizes
-    return padded(padded(rows, tile) * inner * 4, ALIGN_BYTES)
 
 
 @dataclass(frozen=True)
@@ -149,7 +43,8 @@ class LinearBuffers:
     """The buffers of a kernel.
 
     `tiles` is x as f32[count, K, rows of a tile], flat: one step of K reads one place, where the
-    rows themselves stand a power of two apart and would evict each other from the cache.
+    rows themselves stand a power of two apart and would evict each other from the cache. `streamed`
+    says that weights are used as they come from memory, so that fetching ahead pays.
     """
 
     x: Any
@@ -160,6 +55,7 @@ class LinearBuffers:
     count: Any
     tile: int
     rows: Any
+    streamed: bool
 
     def at(self, shape: LinearShape, tile: Any, k: Any, row: Any) -> Any:
         """Return the index in `tiles` of column k of a tile's row."""
@@ -212,6 +108,8 @@ def accumulate(
     with B.serial(shape.inner // unroll) as step:
         for u in range(unroll):
             k = step * unroll + u
+            if buffers.streamed:
+                prefetch(buffers.w, panel, k + PREFETCH_BYTES // _step_bytes(shape), 0)
             halves = _load_panel(shape, buffers.w, panel, k)
             for row, sums in zip(rows, acc, strict=True):
                 x = T.bind(splat(buffers.tiles[buffers.at(shape, tile, k, row)], n))
@@ -279,6 +177,7 @@ def _declare(shape: LinearShape, tile: int, static_rows: bool) -> LinearBuffers:
         count=tiles,
         tile=tile,
         rows=rows,
+        streamed=static_rows,
     )
 
 
@@ -323,6 +222,11 @@ def _load_panel(shape: LinearShape, w: Any, panel: Any, k: Any) -> tuple[Any, An
     return low, T.bind(T.reinterpret(kind, word & bits(_HIGH_HALF, n)))
 
 
+def _step_bytes(shape: LinearShape) -> int:
+    """Return the bytes of a panel for one step of K."""
+    return HALVES * shape.lanes * (2 if shape.layout.dtype == "bf16" else 4)
+
+
 def _sum_of(parts: Sequence[Any], n: int) -> Any:
     terms = [p[span(0, n)] for p in parts]
     while len(terms) > 1:
@@ -343,43 +247,3 @@ def _write_range(
         write_panel_sum(epilogue, out, buffers.addend, at, sums)
     else:
         write_panel(epilogue, out, *at, sums)
-
-
-def _refuse_results(node: Node) -> Refusal | None:
-    kinds = epilogues(node)
-    unknown = sorted(set(kinds) - set(_EPILOGUES))
-    if unknown:
-        return Refusal(f"epilogue must be {' or '.join(_EPILOGUES)}", unknown[0])
-    if len(kinds) != len(node.results):
-        return Refusal(f"{len(node.results)} results need as many epilogues", len(kinds))
-    for result in node.results:
-        if result.type.dtype.name not in ("f32", "bf16"):
-            return Refusal("results of linear must be f32 or bf16", result.type.dtype.name)
-    if len(node.operands) > 2:
-        return _refuse_addend(node, kinds)
-    return None
-
-
-def _refuse_addend(node: Node, kinds: tuple[str, ...]) -> Refusal | None:
-    if kinds != ("none",):
-        return Refusal("an addend needs one result without epilogue", kinds)
-    dtypes = {v.type.dtype.name for v in (node.operands[0], node.operands[2], node.results[0])}
-    return None if len(dtypes) == 1 else Refusal("x, addend and result differ in dtype", dtypes)
-
-
-def _refuse_sizes(node: Node, target: Target) -> Refusal | None:
-    x, w = node.operands[0].type.sizes, node.operands[1].type.sizes
-    if len(x) != 2 or len(w) != 2 or x[1] != w[1]:
-        return Refusal("linear needs x [T, K] and w [N, K]", (x, w))
-    layout = node_layout(node, target)
-    consumed = sum(r.source_rows for r in layout.ranges)
-    if consumed != w[0]:
-        return Refusal(f"the results use {consumed} weight rows", w[0])
-    words = layout.nbytes(w[1]) // 4
-    return None if words < _INDEX_LIMIT else Refusal("2^31 weight words or more", words)
-
-
-def _number(node: Node, name: str, default: float | str) -> float | str:
-    value = node.attrs.get(name, default)
-    assert not isinstance(value, tuple | LayerAttr), f"{node.op}: {name} is {value}"
-    return value if isinstance(value, str) else float(value)
