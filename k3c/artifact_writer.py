@@ -28,6 +28,7 @@ from k3c.artifact_dir import (
     weights_header,
 )
 from k3c.errors import ConfigError, DeviceFault
+from k3c.files import umask
 
 _CHUNK_BYTES = 1 << 22
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -178,9 +179,7 @@ class ArtifactWriter:
         self._write_manifest(to_json(done))
         self._refuse_existing()
         # mkdtemp makes the directory private; an artifact is as public as its owner's umask says.
-        umask = os.umask(0)
-        os.umask(umask)
-        self._root.chmod(0o777 & ~umask)
+        self._root.chmod(0o777 & ~umask())
         for folder in (self._root, *(p for p in self._root.rglob("*") if p.is_dir())):
             _sync(folder)
         self._root.rename(self.destination)

@@ -7,6 +7,14 @@ import tempfile
 from pathlib import Path
 
 
+def umask() -> int:
+    """Return the permissions that this process takes from what it makes."""
+    # Linux tells only in exchange for another.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to a temporary name beside `path`, then rename it into place."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -15,6 +23,8 @@ def write_text(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        # mkstemp makes the file private; it is as public as its owner's umask says.
+        Path(name).chmod(0o666 & ~umask())
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
