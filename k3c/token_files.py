@@ -15,8 +15,8 @@ def read_token_lists(path: Path) -> list[list[int]]:
         path: The file.
 
     Raises:
-        ConfigError: The file does not exist or holds no list.
-        ParseError: It is not JSON, or an entry is not a list of integers.
+        ConfigError: The file does not exist.
+        ParseError: It is not JSON, holds no list, or an entry is not a list of integers.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
