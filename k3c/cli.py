@@ -189,7 +189,7 @@ def _as_k3c_error(exc: BaseException) -> K3CError | None:
     """Return what the user should read for an exception, or None when it is our own fault."""
     if isinstance(exc, K3CError):
         return exc
-    if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return DeviceFault("the disk is full", str(exc.filename or ""), "free space and try again")
     if isinstance(
         exc, PermissionError | IsADirectoryError | NotADirectoryError | FileNotFoundError

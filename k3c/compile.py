@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from k3c.codegen.template import packed_nbytes
 from k3c.codegen.templates.tvm import CPU_TEMPLATES
 from k3c.codegen.tvm_build import KernelRequest, build_library
 from k3c.console import Console
-from k3c.errors import ConfigError
+from k3c.errors import ConfigError, PlanError
 from k3c.export.exporter import Compute, export_model
 from k3c.ir.graph import Module
 from k3c.ir.text import show
@@ -91,6 +91,7 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
     Raises:
         ConfigError: The configuration, an option or the output path is wrong.
         CheckpointError: The weights are damaged or do not match the configuration.
+        PlanError: The plan needs more memory than the target has; no weight has been read.
         CodegenError: No kernel implements a node.
         DeviceFault: A tool is missing or the disk is full.
     """
@@ -179,7 +180,28 @@ def _plan(module: Module, cache: CacheInfo, target: Target) -> _Planned:
     plans = tuple(build_plan(schedule(s), table, _symbol) for s in selections)
     requests = {r.kernel(target, "").symbol: r for s in selections for r in _requests(s)}
     ordered = tuple(requests[symbol] for symbol in sorted(requests))
+    _check_fits(plans, target)
     return _Planned(target, cache, plans, table.entries, ordered)
+
+
+def _largest(plans: Sequence[Plan]) -> dict[str, int]:
+    """Return the bytes of each space that serve every bucket."""
+    return {s: max(plan.space_bytes[s] for plan in plans) for s in SPACES}
+
+
+def _check_fits(plans: Sequence[Plan], target: Target) -> None:
+    """Compare what the runtime will allocate with the target's memory.
+
+    Raises:
+        PlanError: It is more.
+    """
+    sizes = _largest(plans)
+    total_bytes = sum(sizes.values())
+    if total_bytes > target.memory_bytes:
+        what = f"{total_bytes / 2**30:.1f} GiB planned, {target.memory_bytes / 2**30:.1f} GiB there"
+        where = ", ".join(f"{s} {n / 2**30:.1f}" for s, n in sizes.items())
+        hint = "lower --max-num-seqs or --max-model-len, or take a target with more memory"
+        raise PlanError(what, f"{target.name}: {where} GiB", hint)
 
 
 def _symbol(template: Template, constants: Mapping[str, Constant], target: Target) -> str:
@@ -254,6 +276,6 @@ def _manifest(model: ModelInfo, planned: _Planned, kernels: tuple[Kernel, ...]) 
         buckets=tuple(plan.bucket for plan in plans),
         kernels=kernels,
         weights=planned.weights,
-        space_bytes={s: max(plan.space_bytes[s] for plan in plans) for s in SPACES},
+        space_bytes=_largest(plans),
         members={},
     )

@@ -93,13 +93,17 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _bucket_lines(buckets: list[dict[str, Any]]) -> list[str]:
-    head = f"{'bucket':<14}{'launches':>9}{'arena':>12}{'/ bound':>9}{'MB read':>10}{'GFLOP':>9}"
+    head = (
+        f"{'bucket':<14}{'launches':>9}{'arena':>12}{'/ bound':>9}"
+        f"{'MB read':>10}{'GFLOP':>9}{'floor ms':>10}"
+    )
     return [
         head,
         *(
             f"{b['name']:<14}{b['launches']:>9}{b['arena_bytes']:>12,}"
             f"{b['arena_bytes'] / max(b['arena_lower_bound_bytes'], 1):>9.3f}"
             f"{b['read_bytes'] / 1e6:>10.1f}{b['flops'] / 1e9:>9.3f}"
+            f"{b['floor_us'] / 1e3:>10.2f}"
             for b in buckets
         ),
     ]

@@ -308,7 +308,7 @@ def _io_fields(
 
 
 def _estimates(selected: Selected) -> dict[str, int]:
-    """Sum the templates' costs over all calls of a step."""
+    """Sum the templates' costs over all calls of a step; `floor_us` is the roofline of the sum."""
     totals = {"read_bytes": 0, "write_bytes": 0, "flops": 0, "launches": 0}
     for call in selected.module.schedule:
         graph = selected.module.graph(call.graph)
@@ -318,4 +318,8 @@ def _estimates(selected: Selected) -> dict[str, int]:
             totals["write_bytes"] += cost.write_bytes
             totals["flops"] += cost.flops
             totals["launches"] += 1
-    return totals
+    target = selected.target
+    # 1 GB/s moves 1,000 bytes a microsecond; 1 GFLOP/s computes 1,000 operations.
+    moving_us = (totals["read_bytes"] + totals["write_bytes"]) / (target.bandwidth_gbs * 1e3)
+    computing_us = totals["flops"] / (target.f32_gflops * 1e3)
+    return {**totals, "floor_us": round(max(moving_us, computing_us))}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ def load_target(name: str, flags: Set[str] | None = None) -> Target:
     """Read a target.
 
     Args:
-        name: A target's name; `cpu` means the best that this machine can run.
+        name: A target's name; `cpu` means the best that this machine can run, with its memory.
         flags: CPU feature flags of this machine; read from /proc/cpuinfo when None.
 
     Raises:
@@ -84,11 +85,16 @@ def machine_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     raise DeviceFault("no line of CPU flags", str(cpuinfo), "k3c runs on x86-64 CPUs with AVX2")
 
 
+def physical_memory_bytes() -> int:
+    """Return the memory of this machine, bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _best_of(names: list[str], flags: Set[str]) -> Target:
     candidates = [_target(name, _read(name)) for name in names]
     for target in candidates:
         if flags >= set(target.features):
-            return target
+            return replace(target, memory_bytes=physical_memory_bytes())
     missing = ", ".join(f for f in candidates[-1].features if f not in flags)
     what = f"this CPU lacks {missing}, which {candidates[-1].name} needs"
     raise DeviceFault(what, "--target cpu", "use a CPU with AVX2 and FMA, or name a target")
