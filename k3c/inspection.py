@@ -103,7 +103,7 @@ def _bucket_lines(buckets: list[dict[str, Any]]) -> list[str]:
             f"{b['name']:<14}{b['launches']:>9}{b['arena_bytes']:>12,}"
             f"{b['arena_bytes'] / max(b['arena_lower_bound_bytes'], 1):>9.3f}"
             f"{b['read_bytes'] / 1e6:>10.1f}{b['flops'] / 1e9:>9.3f}"
-            f"{b['floor_us'] / 1e3:>10.2f}"
+            f"{b.get('floor_us', 0) / 1e3:>10.2f}"
             for b in buckets
         ),
     ]
