@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= out
-BLESS_OUT := $(OUT)/demo-cpu
+DEMO := $(OUT)/demo-cpu
 
 .PHONY: help setup check test demo bless size bench docs clean
 
@@ -30,8 +30,9 @@ test: setup ## the default test suite
 	$(BIN)/python -m pytest
 
 demo: setup ## compile models/k3-demo for this CPU and stream a completion
-	@test -d $(BLESS_OUT) || $(BIN)/k3c compile models/k3-demo --target cpu -o $(BLESS_OUT)
-	$(BIN)/k3c generate $(BLESS_OUT) --prompt 'def add(a, b):' --max-tokens 64
+	@mkdir -p $(OUT)
+	@test -d $(DEMO) || $(BIN)/k3c compile models/k3-demo --target cpu -o $(DEMO)
+	$(BIN)/k3c generate $(DEMO) --prompt 'def add(a, b):' --max-tokens 64
 
 bless: setup ## rewrite the expected part of one pass case: make bless CASE=tests/passes/...k3t
 	K3C_BLESS=$(CASE) $(BIN)/python -m pytest tests/passes -k cases
