@@ -48,6 +48,8 @@ def kill_in_mid_compile(model, output, cache):
     assert process.wait() == -signal.SIGKILL
 
 
+# A minute: it compiles every kernel of the toy again, in a cache of its own.
+@pytest.mark.slow
 def test_a_killed_build_leaves_nothing_and_later_builds_are_equal_byte_by_byte(toy, tmp_path):
     output, cache = tmp_path / "out", tmp_path / "cache"
     kill_in_mid_compile(toy, output, cache)
