@@ -105,7 +105,7 @@ def summarize(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {
         "floor_gbs": floor_gbs,
         "active_weight_mb": round(active / 1e6, 1),
-        "decode_b1_ms": decode_ms,
+        "decode_b1_ms": round(decode_ms, 2),
         "decode_gbs": round(decode_gbs, 2),
         "decode over bandwidth": round(decode_gbs / floor_gbs, 3),
         "reference_decode_ms": median_of(reference, "decode_b1", "median_ms"),
