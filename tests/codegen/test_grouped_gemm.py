@@ -175,3 +175,16 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
     assert "grouped_decode takes 8 tokens (9)" in str(GROUPED_DECODE.accepts(n, TARGET))
     situ = replace(n, attrs={**n.attrs, "epilogue": "situ"})
     assert "uses 80 rows an expert (40)" in str(GROUPED_PREFILL.accepts(situ, TARGET))
+
+
+@pytest.mark.parametrize("template", BOTH)
+def test_a_row_has_the_same_bits_however_many_rows_its_expert_has(template: object) -> None:
+    bits = []
+    for tokens in (1, 2, 4, 5, 8):
+        case = Case(8, 96, 40, experts=3, choices=1, act="f32")
+        x, weights, *_ = case.tensors()
+        # Expert 0 has the first `tokens` tokens, expert 1 the others.
+        chosen = (torch.arange(8) >= tokens).int()[:, None]
+        tensors = [x, weights, *dispatch(chosen, num_experts=3)]
+        bits.append(run(template, case.node(tensors), tensors)[0][0, 0])
+    assert all(torch.equal(first, bits[0]) for first in bits)

@@ -43,7 +43,6 @@ _EPILOGUES = ("none", "situ")
 _BLOCKS_OF_LIST = 64
 # Offsets and counts are 32 bits wide; flat ids must fit.
 _ID_LIMIT = 2**31
-_ROWS_OF_ONE_CHAIN = 3
 
 
 @dataclass(frozen=True)
@@ -216,24 +215,14 @@ def multiply_codes(
         For each row, low and high half, f32 lanes.
     """
     n = shape.lanes
+    # One sum a row and half, over ascending k, of codes that carry their scale: the same sum as
+    # over a decoded panel, so that a row's bits do not depend on how many rows its expert has.
     acc = zeroed(len(rows) * HALVES, n)
-    # Two sums a half while there are few rows: one chain of FMAs would wait for itself.
-    chains = 2 if len(rows) < _ROWS_OF_ONE_CHAIN else 1
-    parts = zeroed(len(rows) * HALVES * chains, n)
     table = magnitude_table(n)
     with B.serial(shape.inner // MX_BLOCK) as block:
-        for part in parts:
-            put(part, splat(0.0, n), span(0, n))
+        scales = [load_scale(shape, buffers, (*at, block), half) for half in range(HALVES)]
         with B.serial(WORDS_PER_BLOCK) as word:
-            _add_word(shape, buffers, (*at, block, word), rows, (table, parts))
-        for half in range(HALVES):
-            scale = load_scale(shape, buffers, (*at, block), half)
-            for r in range(len(rows)):
-                first = (r * HALVES + half) * chains
-                part = sum((q[span(0, n)] for q in parts[first + 1 : first + chains]),
-                           parts[first][span(0, n)])  # fmt: skip
-                total = acc[r * HALVES + half]
-                put(total, total[span(0, n)] + part * scale, span(0, n))
+            _add_word(shape, buffers, (*at, block, word), rows, (table, scales, acc))
     return [
         [T.bind(a[span(0, n)]) for a in acc[r * HALVES : (r + 1) * HALVES]]
         for r in range(len(rows))
@@ -262,8 +251,7 @@ def _add_word(
 ) -> None:
     """Emit the products of one word of each lane; `at` is expert, panel, block, word."""
     n = shape.lanes
-    table, parts = into
-    chains = len(parts) // (len(rows) * HALVES)
+    table, scales, acc = into
     words = [T.bind(buffers.words[(*at, h, span(0, n))]) for h in range(HALVES)]
     expert, panel, block, word = at
     ahead = block + PREFETCH_BYTES // (WORDS_PER_BLOCK * HALVES * n * 4)
@@ -271,12 +259,13 @@ def _add_word(
         prefetch(buffers.words, expert, panel, ahead, word, h, 0)
     for i in range(CODES_PER_WORD):
         k = block * MX_BLOCK + word * CODES_PER_WORD + i
-        values = [decode_code(table, codes, i, n) for codes in words]
+        codes = [decode_code(table, w, i, n) for w in words]
+        values = [T.bind(code * scale) for code, scale in zip(codes, scales, strict=True)]
         for r, row in enumerate(rows):
             x = T.bind(splat(buffers.wide[row, k], n))
             for half in range(HALVES):
-                part = parts[(r * HALVES + half) * chains + i % chains]
-                put(part, part[span(0, n)] + values[half] * x, span(0, n))
+                total = acc[r * HALVES + half]
+                put(total, total[span(0, n)] + values[half] * x, span(0, n))
 
 
 def _declare(shape: GroupedShape, pointers: Mapping[str, Any], tokens: Any) -> GroupedBuffers:
