@@ -77,8 +77,10 @@ def export(
 ) -> None:
     """Print the model as IR text; a bare config.json is enough."""
     from k3c.compile import export_text
-    from k3c.files import write_text
+    from k3c.files import require_folder, write_text
 
+    if output is not None:
+        require_folder(output)
     text = export_text(model, compute.value)
     if output is None:
         typer.echo(text, nl=False)

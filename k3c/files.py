@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from k3c.errors import ConfigError
+
 
 def umask() -> int:
     """Return the permissions that this process takes from what it makes."""
@@ -13,6 +15,16 @@ def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def require_folder(path: Path) -> None:
+    """Check, before the work that fills it, that a file can be made at `path`.
+
+    Raises:
+        ConfigError: The folder does not exist.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"the folder of {path.name} does not exist", str(path.parent), "make it")
 
 
 def write_text(path: Path, text: str) -> None:

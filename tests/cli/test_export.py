@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pytest
+
 from k3c.ir.text import parse, show
 from tests.support.compiled import DEMO, TINY
 from tests.support.tiny_checkpoint import toy_config_json
@@ -59,3 +61,9 @@ def test_a_missing_key_an_unknown_key_and_a_wrong_value_are_named(refuse, tmp_pa
         edit(changed["text_config"])
         file.write_text(json.dumps(changed))
         assert word in refuse(2, "ConfigError", "export", tmp_path)
+
+
+def test_a_missing_folder_is_refused_before_the_export(refuse, toy, tmp_path, monkeypatch):
+    monkeypatch.setattr("k3c.compile.export_text", lambda *_: pytest.fail("it exported first"))
+    line = refuse(2, "ConfigError", "export", toy, "-o", tmp_path / "none" / "model.k3")
+    assert str(tmp_path / "none") in line
