@@ -1,11 +1,12 @@
 """What makes two kernels the same: the key, and the symbol made from it.
 
-The key covers everything that the machine code depends on (ADR 0008): the text of the template and
+The key covers everything that the machine code depends on (ADR 0008): the code of the template and
 of every module of ours that it uses, the constants, the target's arch, the tool versions and flags.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import sys
@@ -13,7 +14,6 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
 from k3c.targets.catalogue import Constant, Template
 from k3c.targets.target import Target
@@ -43,9 +43,14 @@ def toolchain() -> Mapping[str, str]:
 
 @cache
 def source_text(module_name: str) -> str:
-    """Return the source of a module and of every module of ours that its names come from."""
-    texts = [Path(_file_of(name)).read_text("utf-8") for name in sorted(_closure(module_name))]
-    return "\0".join(texts)
+    """Return what a module and every module of ours that it imports say to Python."""
+    return "\0".join(_code(_file_of(name)) for name in sorted(_closure(module_name)))
+
+
+@cache
+def _code(path: Path) -> str:
+    """Return the syntax tree of a file as text: a comment or a line break changes no kernel."""
+    return ast.dump(_tree(path))
 
 
 def kernel_key(template: Template, constants: Constants, target: Target) -> str:
@@ -61,7 +66,7 @@ def kernel_key(template: Template, constants: Constants, target: Target) -> str:
         "source": source_text(type(template).__module__),
         "constants": dict(constants),
         "arch": [target.kind, target.arch, target.mcpu, target.lanes, *target.features],
-        "lowering": _LOWERING.read_text("utf-8"),
+        "lowering": _code(_LOWERING),
         "toolchain": dict(toolchain()),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -73,26 +78,29 @@ def kernel_symbol(template_name: str, key: str) -> str:
 
 
 def _closure(module_name: str) -> set[str]:
-    """Return the modules of ours reachable from the names of a module, itself included."""
+    """Return the modules of ours that a module imports, directly or not, itself included."""
     found: set[str] = set()
     todo = [module_name]
     while todo:
         name = todo.pop()
         if name not in found:
             found.add(name)
-            todo += _used_modules(sys.modules[name])
+            todo += _imports(_file_of(name))
     return found
 
 
-def _used_modules(module: ModuleType) -> list[str]:
-    values = list(vars(module).values())
-    names = [
-        v.__name__ if isinstance(v, ModuleType) else getattr(v, "__module__", "") for v in values
-    ]
-    return [n for n in names if isinstance(n, str) and n.startswith(_OURS) and n in sys.modules]
+def _imports(path: Path) -> list[str]:
+    """Return the modules of ours that a file names in an import."""
+    nodes = [n for n in ast.walk(_tree(path)) if isinstance(n, ast.ImportFrom)]
+    return [n.module for n in nodes if n.module is not None and n.module.startswith(_OURS)]
 
 
-def _file_of(module_name: str) -> str:
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+def _file_of(module_name: str) -> Path:
     path = sys.modules[module_name].__file__
     assert path is not None, f"module {module_name} has no file"
-    return path
+    return Path(path)
