@@ -19,7 +19,6 @@ from k3c.ir.refusal import Refusal
 from k3c.ir.types import ROW_MAJOR, TensorType
 
 Array = np.ndarray[Any, Any]
-ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)

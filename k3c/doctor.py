@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from k3c import __version__
+from k3c.cpu_features import machine_features
 from k3c.errors import DeviceFault
-from k3c.runtime.driver.cpu_features import machine_features
 
 RUNTIME = ("numpy", "rich", "tiktoken", "typer")
 COMPILE = ("torch", "networkx", "safetensors", "apache-tvm", "apache-tvm-ffi")

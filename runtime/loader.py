@@ -16,10 +16,11 @@ from typing import Literal
 from k3c import artifact_dir
 from k3c.artifact import SPACES, Manifest, Plan
 from k3c.artifact_dir import LIBRARY_FOLDER, TOKENIZER_FOLDER
+from k3c.cpu_features import machine_features
 from k3c.errors import ArtifactError
 from k3c.plan_check import Finding, check, check_together
 from k3c.runtime.driver.cpu import LIBRARIES, CpuDriver, Memory, allocate, map_weights
-from k3c.runtime.driver.cpu_features import check_machine, machine_features
+from k3c.runtime.driver.cpu_features import check_machine
 from k3c.runtime.executor import CommandExecutor, EntryExecutor, Executor
 from k3c.runtime.step_io import StepIo
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from k3c.cpu_features import machine_features
 from k3c.errors import ConfigError, DeviceFault
 
 FOLDER = Path(__file__).parent
-CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -66,23 +66,7 @@ def load_target(name: str, flags: Set[str] | None = None) -> Target:
     data = _read(name)
     if "one_of" not in data:
         return _target(name, data)
-    return _best_of(data["one_of"], machine_flags() if flags is None else flags)
-
-
-def machine_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Return this machine's CPU feature flags.
-
-    Raises:
-        DeviceFault: The file is missing or has no line of flags.
-    """
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError as exc:
-        raise DeviceFault(f"CPU flags cannot be read: {exc.strerror}", str(cpuinfo)) from exc
-    for line in lines:
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    raise DeviceFault("no line of CPU flags", str(cpuinfo), "k3c runs on x86-64 CPUs with AVX2")
+    return _best_of(data["one_of"], machine_features() if flags is None else flags)
 
 
 def physical_memory_bytes() -> int:

@@ -1,33 +1,14 @@
-"""What this CPU is, and whether an artifact's kernels may run on it."""
+"""Whether an artifact's kernels may run on this CPU."""
 
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 
 from k3c.artifact import TargetInfo
-from k3c.errors import ArtifactError, DeviceFault
+from k3c.errors import ArtifactError
 
-CPUINFO = Path("/proc/cpuinfo")
 # LLVM's names on the left, the kernel's on the right, where they differ.
 ALIASES = {"sse4.1": "sse4_1", "sse4.2": "sse4_2", "sse3": "pni", "lzcnt": "abm", "cx16": "cx16"}
-
-
-def machine_features(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Return the feature names that Linux reports for the first CPU.
-
-    Raises:
-        DeviceFault: The machine does not say.
-    """
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError as exc:
-        raise DeviceFault(f"cannot read the CPU's features: {exc}", str(cpuinfo)) from exc
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    raise DeviceFault("no list of CPU features", str(cpuinfo), "a Linux kernel reports one")
 
 
 def check_machine(target: TargetInfo, features: frozenset[str], machine: str = "") -> None:
@@ -35,7 +16,7 @@ def check_machine(target: TargetInfo, features: frozenset[str], machine: str = "
 
     Args:
         target: What the artifact was compiled for.
-        features: What this CPU has, from `machine_features`.
+        features: What this CPU has, from `k3c.cpu_features`.
         machine: Architecture; empty asks the system.
 
     Raises:

@@ -3,8 +3,8 @@
 import pytest
 
 from k3c.artifact import TargetInfo
-from k3c.errors import ArtifactError, DeviceFault
-from k3c.runtime.driver.cpu_features import check_machine, machine_features
+from k3c.errors import ArtifactError
+from k3c.runtime.driver.cpu_features import check_machine
 
 AVX2 = frozenset({"avx", "avx2", "fma", "f16c", "sse4_1", "abm"})
 
@@ -31,12 +31,3 @@ def test_another_architecture_or_kind_of_device_is_named():
         check_machine(target(), AVX2, "aarch64")
     with pytest.raises(ArtifactError, match="compiled for cuda, this driver runs cpu"):
         check_machine(target(kind="cuda"), AVX2, "x86_64")
-
-
-def test_features_are_read_from_the_first_cpu(tmp_path):
-    path = tmp_path / "cpuinfo"
-    path.write_text("processor\t: 0\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nflags\t\t: fpu\n")
-    assert machine_features(path) == {"fpu", "avx2"}
-    path.write_text("processor: 0\n")
-    with pytest.raises(DeviceFault, match="no list of CPU features"):
-        machine_features(path)

@@ -2,8 +2,9 @@
 
 import pytest
 
+from k3c.cpu_features import machine_features
 from k3c.errors import ConfigError, DeviceFault
-from k3c.targets.target import known_targets, load_target, machine_flags
+from k3c.targets.target import known_targets, load_target
 
 AVX2 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -46,12 +47,12 @@ def test_every_file_is_a_target():
 
 def test_flags_come_from_the_first_processor(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\n\nflags\t\t: x\n")
-    assert machine_flags(tmp_path / "cpuinfo") == {"fpu", "avx2", "fma"}
+    assert machine_features(tmp_path / "cpuinfo") == {"fpu", "avx2", "fma"}
 
 
 def test_unreadable_flags_name_the_file(tmp_path):
     with pytest.raises(DeviceFault, match="none"):
-        machine_flags(tmp_path / "none")
+        machine_features(tmp_path / "none")
     (tmp_path / "arm").write_text("Features : asimd\n")
     with pytest.raises(DeviceFault, match="no line of CPU flags"):
-        machine_flags(tmp_path / "arm")
+        machine_features(tmp_path / "arm")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from k3c.codegen.template import ALIGN_BYTES, padded, refuse_dtype, result_bytes
+from k3c.artifact import ALIGN_BYTES
+from k3c.codegen.template import padded, refuse_dtype, result_bytes
 from k3c.codegen.templates.tvm.epilogue import SITU_FLOPS
 from k3c.codegen.templates.tvm.panel_layout import (
     PanelLayout,

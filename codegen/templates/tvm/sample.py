@@ -18,10 +18,11 @@ from typing import Any
 from tvm.script import tirx as T
 
 from k3c.codegen.template import operand_bytes, padded, refuse_dtype, result_bytes
+from k3c.codegen.templates.tvm.rowwise import RowTemplate
 from k3c.codegen.templates.tvm.vector import exp, hold, is_nan, span, splat
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
-from k3c.targets.catalogue import Constant, Cost, Scalar
+from k3c.targets.catalogue import Constant, Cost
 from k3c.targets.target import Target
 
 _BLOCK = 64  # entries whose mass is summed at once in the search for the token
@@ -49,7 +50,7 @@ class _Shape:
         return padded(self.vocab, _BLOCK)
 
 
-class Sample:
+class Sample(RowTemplate):
     """`sample` for any number of requests."""
 
     name = "sample"
@@ -60,17 +61,9 @@ class Sample:
         """Return why this is not the template for a node, or None."""
         return refuse_dtype(node, 0, ("f32",))
 
-    def layouts(self, node: Node, target: Target) -> Mapping[int, str]:
-        """Return nothing: no operand is a weight."""
-        return {}
-
     def constants(self, node: Node, target: Target) -> Mapping[str, Constant]:
         """Return the compile-time constants."""
         return {"vocab": node.operands[0].type.sizes[1], "lanes": target.lanes}
-
-    def scalars(self, node: Node) -> tuple[Scalar, ...]:
-        """Return the run-time integers: requests."""
-        return (("requests", node.operands[0].type.sizes[0]),)
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
         """Return the bytes of every request's probabilities."""

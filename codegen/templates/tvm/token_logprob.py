@@ -9,10 +9,11 @@ from typing import Any
 from tvm.script import tirx as T
 
 from k3c.codegen.template import operand_bytes, refuse_dtype, result_bytes
+from k3c.codegen.templates.tvm.rowwise import RowTemplate
 from k3c.codegen.templates.tvm.vector import exp, hold, span, splat
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
-from k3c.targets.catalogue import Constant, Cost, Scalar
+from k3c.targets.catalogue import Constant, Cost
 from k3c.targets.target import Target
 
 
@@ -27,7 +28,7 @@ class _Shape:
         return self.vocab - self.vocab % self.lanes
 
 
-class TokenLogprob:
+class TokenLogprob(RowTemplate):
     """`token_logprob` for any number of rows."""
 
     name = "token_logprob"
@@ -38,21 +39,9 @@ class TokenLogprob:
         """Return why this is not the template for a node, or None."""
         return refuse_dtype(node, 0, ("f32",))
 
-    def layouts(self, node: Node, target: Target) -> Mapping[int, str]:
-        """Return nothing: no operand is a weight."""
-        return {}
-
     def constants(self, node: Node, target: Target) -> Mapping[str, Constant]:
         """Return the compile-time constants."""
         return {"vocab": node.operands[0].type.sizes[1], "lanes": target.lanes}
-
-    def scalars(self, node: Node) -> tuple[Scalar, ...]:
-        """Return the run-time integers: rows."""
-        return (("rows", node.operands[0].type.sizes[0]),)
-
-    def workspace_bytes(self, node: Node, target: Target) -> int:
-        """Return 0: nothing is kept between the passes."""
-        return 0
 
     def cost(self, node: Node, target: Target) -> Cost:
         """Return bytes and operations of one launch."""
