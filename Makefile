@@ -26,8 +26,8 @@ check: setup ## format, lint, types, import contracts, spelling
 	$(BIN)/pyright
 	$(BIN)/codespell
 
-test: setup ## the default test suite
-	$(BIN)/python -m pytest
+test: setup ## the default test suite, on two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 demo: setup ## compile models/k3-demo for this CPU and stream a completion
 	@mkdir -p $(OUT)
