@@ -44,7 +44,20 @@ class KernelRequest:
         """Return the kernel's entry in the manifest."""
         key = kernel_key(self.template, self.constants, target)
         name = self.template.name
-        return Kernel(key, kernel_symbol(name, key), binary, name, dict(self.constants))
+        symbol = kernel_symbol(name, key)
+        return Kernel(
+            key,
+            symbol,
+            binary,
+            name,
+            dict(self.constants),
+            entry=symbol,
+            threads=0,
+            shared_bytes=0,
+            arch=target.arch,
+            min_driver="",
+            pdl=False,
+        )
 
 
 def build_library(

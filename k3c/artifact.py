@@ -19,14 +19,14 @@ from k3c.errors import ArtifactError
 T = TypeVar("T")
 
 FORMAT = "k3c-artifact"
-FORMAT_MAJOR = 1  # another major version is refused by name
+FORMAT_MAJOR = 2  # another major version is refused by name
 FORMAT_MINOR = 0
 ALIGN_BYTES = 64  # every buffer: a cache line, and what TVM's vector loads assume
 WEIGHTS_DATA_START = 4096  # first data byte of a weights file, so that a map of it is page aligned
 
 Space = Literal["weights", "arena", "kv_pages", "state_slots", "io"]
 SPACES: tuple[Space, ...] = ("weights", "arena", "kv_pages", "state_slots", "io")
-Phase = Literal["decode", "prefill", "score"]
+Phase = Literal["decode", "prefill", "score", "verify"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,21 @@ class Arg:
 
 @dataclass(frozen=True)
 class Command:
-    """One launch. `reads` and `writes` are buffer ids; `label` is the IR node, for reports."""
+    """One thing that the device does in a call of a graph.
+
+    Attributes:
+        kind: "launch" of a kernel; "copy" (args: to, from, bytes); "collective" (args: to, from,
+            bytes of this rank's part, ranks, this rank; an all_gather's result holds the parts in
+            order of rank); "wait" does nothing, but commands can wait for it.
+        kernel: A launch's kernel by its symbol; "all_reduce" or "all_gather" for a collective.
+        args: What the kernel is called with, in order.
+        reads: Ids of the buffers that it reads.
+        writes: Ids of the buffers that it writes.
+        label: The IR node, for reports.
+        grid: Blocks along x, y and z on a GPU; empty on a CPU.
+        after: Commands of the same graph, by index, that must be done before it starts. With none
+            it waits only for the whole call before. A CPU runs commands in the order of the plan.
+    """
 
     kind: Literal["launch", "collective", "copy", "wait"]
     kernel: str
@@ -85,7 +99,7 @@ class Command:
     writes: tuple[str, ...]
     label: str
     grid: tuple[int, ...] = ()
-    stream: int = 0
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,13 +146,34 @@ class Plan:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel. `key` = sha256(template source, constants, target, tools, flags)."""
+    """A compiled kernel.
+
+    Attributes:
+        key: sha256(template source, constants, target, tools, flags).
+        symbol: Its name in the plans, unique in the artifact.
+        binary: The member that holds it.
+        template: The template that it was made from.
+        constants: What the template was specialised on.
+        entry: The function's name in the binary.
+        threads: Threads of a block; 0 on a CPU, as are the next two where they say nothing.
+        shared_bytes: Dynamic shared memory of a block.
+        arch: The architecture that the binary was made for, e.g. x86_64, sm_90a, gfx950.
+        min_driver: Oldest driver that loads it, as the CUDA or HIP version "12.4"; empty: any.
+        pdl: It may start while the kernel before it ends, and waits by itself for that one's end
+            before it touches anything but weights.
+    """
 
     key: str
     symbol: str
     binary: str
     template: str
     constants: Mapping[str, int | float | str]
+    entry: str
+    threads: int
+    shared_bytes: int
+    arch: str
+    min_driver: str
+    pdl: bool
 
 
 @dataclass(frozen=True)
@@ -181,7 +216,10 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What a machine must be to run the kernels: architecture and CPU features or GPU arch list."""
+    """What a machine must be to run the kernels: architecture, CPU features, a GPU's driver.
+
+    `min_driver` is the oldest driver as the CUDA or HIP version "12.4"; empty on a CPU.
+    """
 
     name: str
     kind: Literal["cpu", "cuda", "hip"]

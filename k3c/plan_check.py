@@ -12,8 +12,10 @@ from math import prod
 
 from k3c.artifact import ALIGN_BYTES, SPACES, Arg, Buffer, Command, LayerCall, Plan
 from k3c.errors import PlanError
+from k3c.plan_order import races, unknown_waits
 
 STATE_SPACES = ("kv_pages", "state_slots")
+COLLECTIVES = ("all_reduce", "all_gather")
 ITEM_BYTES: Mapping[str, int] = {"i32": 4, "i64": 8, "f32": 4}
 
 
@@ -54,7 +56,7 @@ def check(plan: Plan) -> list[Finding]:
     if findings:
         return findings
     rules = (_check_args, _check_bounds, _check_lifetimes, _check_arena, _check_fixed_spaces)
-    rules += (_check_initialised, _check_lower_bound, _check_io)
+    rules += (_check_initialised, _check_lower_bound, _check_io, _check_order)
     return [finding for rule in rules for finding in rule(plan)]
 
 
@@ -166,6 +168,7 @@ def _check_commands(plan: Plan) -> Iterator[Finding]:
                     if arg.layer_attr and arg.layer_attr not in call.attrs:
                         text = f"{where}: layer {call.layer} has no attribute {arg.layer_attr!r}"
                         yield Finding("layer-attribute", text)
+    yield from (Finding("order", text) for text in unknown_waits(plan))
 
 
 def _arg_buffers(command: Command) -> list[str]:
@@ -185,6 +188,9 @@ def _check_args(plan: Plan) -> Iterator[Finding]:
                 yield Finding("argument", text)
             if command.kind == "copy" and not _good_copy(command, sizes):
                 yield Finding("copy", f"{where}: need to, from and a size that both hold")
+            if command.kind == "collective" and not _good_collective(command, sizes):
+                text = "need to, from, a size that both hold, ranks and a rank below them"
+                yield Finding("collective", f"{where}: {text}")
 
 
 def _arg_kinds(arg: Arg) -> int:
@@ -198,6 +204,18 @@ def _good_copy(command: Command, sizes: Mapping[str, int]) -> bool:
     if (to.buffer,) != command.writes or (source.buffer,) != command.reads:
         return False
     return 0 <= nbytes.value <= min(sizes[to.buffer], sizes[source.buffer])
+
+
+def _good_collective(command: Command, sizes: Mapping[str, int]) -> bool:
+    kinds = [bool(arg.buffer) for arg in command.args]
+    if command.kernel not in COLLECTIVES or kinds != [True, True, False, False, False]:
+        return False
+    to, source, nbytes, ranks, rank = command.args
+    if command.writes != (to.buffer,) or command.reads != (source.buffer,):
+        return False
+    parts = ranks.value if command.kernel == "all_gather" else 1
+    held = nbytes.value <= sizes[source.buffer] and nbytes.value * parts <= sizes[to.buffer]
+    return held and nbytes.value >= 0 and 0 <= rank.value < ranks.value
 
 
 def _placed(plan: Plan, space: str) -> Iterator[_Range]:
@@ -330,6 +348,10 @@ def _check_io(plan: Plan) -> Iterator[Finding]:
             yield Finding("io", f"two fields are called {field.name}")
         if (field.buffer in written) != (field.direction == "out"):
             yield Finding("io", f"{field.name} ({field.direction}): wrong kind of access")
+
+
+def _check_order(plan: Plan) -> Iterator[Finding]:
+    return (Finding("order", text) for text in races(plan))
 
 
 def _state_places(plan: Plan) -> set[tuple[str, str, int, int, int]]:

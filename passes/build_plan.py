@@ -8,7 +8,7 @@ where there is one, then the template's scalars.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k3c.artifact import (
     ALIGN_BYTES,
@@ -119,7 +119,7 @@ def _body(
         symbol = kernel_symbol(template, constants, selected.target)
         commands.append(_launch(node, template, symbol, args, assignment))
     commands += [_copy(to, source, assignment) for to, source in assignment.copies]
-    return _Body(graph, assignment, tuple(commands), scratch, _spans(commands))
+    return _Body(graph, assignment, _chained(commands), scratch, _spans(commands))
 
 
 def _buffer_args(node: Node, assignment: Assignment) -> list[str]:
@@ -154,6 +154,11 @@ def _copy(to: str, source: str, assignment: Assignment) -> Command:
     nbytes = assignment.storages[to].type.nbytes
     args = (Arg(buffer=to), Arg(buffer=source), Arg(value=nbytes))
     return Command("copy", "", args, (source,), (to,), f"copy -> {to}")
+
+
+def _chained(commands: list[Command]) -> tuple[Command, ...]:
+    """Let each command wait for the one before it: one chain, the order of the list."""
+    return tuple(replace(c, after=(i - 1,) if i else ()) for i, c in enumerate(commands))
 
 
 def _spans(commands: list[Command]) -> dict[str, tuple[int, int]]:

@@ -131,7 +131,8 @@ def test_corrupted_commands_are_found(good):
 
 def test_reading_scratch_before_it_is_written_is_found(good):
     plan = good[0]
-    swapped = plan.commands["kda_moe"][::-1]
+    backwards = plan.commands["kda_moe"][::-1]
+    swapped = tuple(replace(c, after=(i - 1,) if i else ()) for i, c in enumerate(backwards))
     assert "initialised" in rules(replace(plan, commands={**plan.commands, "kda_moe": swapped}))
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from k3c.artifact import Arg, Bucket, Buffer, Command, Kernel, LayerCall, Plan
+from k3c.artifact import Arg, Bucket, Buffer, Command, LayerCall, Plan
 from k3c.errors import ArtifactError, DeviceFault
 from k3c.runtime.driver.cpu import (
     TYPE_INT,
@@ -14,9 +14,10 @@ from k3c.runtime.driver.cpu import (
     set_thread_count,
 )
 from k3c.runtime.executor import CommandExecutor, EntryExecutor
+from tests.support.artifacts import cpu_kernel
 from tests.support.c_kernels import build_kernels, tvm_library_folder
 
-KERNELS = [Kernel("key", "scale", "kernels.so", "scale", {})]
+KERNELS = [cpu_kernel("scale")]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,23 @@ BUCKETS = (
 WEIGHTS_BYTES = 200
 
 
+def cpu_kernel(symbol: str, template: str = "toy") -> Kernel:
+    """A kernel of `kernels.so`."""
+    return Kernel(
+        "00",
+        symbol,
+        "kernels.so",
+        template,
+        {"n": 1},
+        entry=symbol,
+        threads=0,
+        shared_bytes=0,
+        arch="x86_64",
+        min_driver="",
+        pdl=False,
+    )
+
+
 def small_manifest() -> Manifest:
     return Manifest(
         format=FORMAT,
@@ -39,7 +56,7 @@ def small_manifest() -> Manifest:
         mesh={},
         rank=0,
         buckets=BUCKETS,
-        kernels=(Kernel("00", "add_00", "kernels.so", "add", {"n": 1}),),
+        kernels=(cpu_kernel("add_00", template="add"),),
         weights=(),
         space_bytes={"weights": WEIGHTS_BYTES, "arena": 0},
         members={},

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from k3c.artifact import Arg, Command, Kernel, Plan
+from k3c.artifact import Arg, Command, Plan
 from k3c.artifact_writer import ArtifactWriter
+from tests.support.artifacts import cpu_kernel
 from tests.support.c_kernels import compile_c, tvm_library_folder
 from tests.support.fake_plan import PRIME, Sizes, make_buckets, make_manifest, make_plan
 
@@ -122,7 +123,7 @@ def write_artifact(folder: Path, target_features: tuple[str, ...] = ()) -> Path:
             replace(
                 manifest,
                 target=replace(manifest.target, features=target_features),
-                kernels=tuple(Kernel(n, n, "kernels.so", n, {}) for n in names),
+                kernels=tuple(map(cpu_kernel, names)),
                 space_bytes=space_bytes,
             )
         )
