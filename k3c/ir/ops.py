@@ -8,159 +8,13 @@ A is the activation dtype, W the stored dtype of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
 
-from k3c.ir.graph import Attr, LayerAttr, Node
-from k3c.ir.signature import (
-    FLOATS,
-    Binding,
-    Signature,
-    bind_types,
-    infer_type,
-    integer_attrs,
-    parse_signature,
-)
-from k3c.ir.types import TensorType
+from k3c.ir.graph import Node
+from k3c.ir.op_spec import AttrSpec, Level, OpSpec, epilogues
+from k3c.ir.signature import FLOATS, Binding, parse_signature
 
-Level = Literal["model", "kernel", "both"]
-AttrKind = Literal["int", "float", "bool", "float?", "layer", "epilogue", "epilogues"]
-EPILOGUES = ("none", "situ")
-
-
-@dataclass(frozen=True)
-class AttrSpec:
-    """An attribute's kind; with a default it may be missing and then means the default.
-
-    Kinds: `float?` is a float or the word none; `layer` an integer or a LayerAttr; `epilogue` a
-    word of EPILOGUES; `epilogues` one such word for each result.
-    """
-
-    kind: AttrKind
-    default: Attr | None = None
-
-    def check(self, value: Attr) -> str | None:
-        """Return what is wrong with a value, or None."""
-        return None if _KINDS[self.kind](value) else f"{value} is not of kind {self.kind}"
-
-    def is_default(self, value: Attr) -> bool:
-        """Whether a value means the same as a missing attribute."""
-        if self.kind == "epilogues" and isinstance(value, tuple):
-            return all(word == "none" for word in value)
-        return self.default is not None and value == self.default
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong with a node; `operand` is the index of the guilty operand, if it is one."""
-
-    what: str
-    operand: int | None = None
-
-
-Extra = Callable[[Node, Binding], str | None]
-
-
-@dataclass(frozen=True)
-class OpSpec:
-    """One op.
-
-    Attributes:
-        name: Its name.
-        signature: Operand roles and shape rule.
-        attrs: Its attributes by name.
-        level: `model`: passes must replace it before kernels are chosen.
-        in_place: Result index -> operand index that the result overwrites.
-        commutative: The first two operands may change places.
-        extra: A check that the signature cannot say; it sees the bound variables.
-    """
-
-    name: str
-    signature: Signature
-    attrs: Mapping[str, AttrSpec]
-    level: Level
-    in_place: Mapping[int, int] = field(default_factory=dict[int, int])
-    commutative: bool = False
-    extra: Extra | None = None
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Names of the operands in order, the optional ones too."""
-        return tuple(port.name for port in self.signature.operands)
-
-    def check(self, node: Node) -> Problem | None:
-        """Return what is wrong with a node of this op: attributes, arity, types; or None."""
-        problem = self._check_attrs(node) or self._check_arity(node)
-        if problem:
-            return Problem(problem)
-        binding = Binding(integer_attrs(node.attrs))
-        ports = self.signature.operands[: len(node.operands)]
-        wrong = bind_types(ports, [v.type for v in node.operands], binding)
-        if wrong:
-            return Problem(wrong[1], wrong[0])
-        if not self.signature.open_results:
-            wrong = bind_types(self.signature.results, [v.type for v in node.results], binding)
-        what = wrong[1] if wrong else self.extra(node, binding) if self.extra else None
-        return Problem(what) if what else None
-
-    def infer(
-        self, operands: tuple[TensorType, ...], attrs: Mapping[str, Attr]
-    ) -> tuple[TensorType, ...] | None:
-        """Return the result types; None where the operands leave a dtype or a width open."""
-        binding = Binding(integer_attrs(attrs))
-        ports = self.signature.operands[: len(operands)]
-        if self.signature.open_results or bind_types(ports, operands, binding):
-            return None
-        found = [infer_type(port, binding) for port in self.signature.results]
-        types = tuple(t for t in found if t is not None)
-        return types if len(types) == len(found) else None
-
-    def _check_attrs(self, node: Node) -> str | None:
-        for name, value in node.attrs.items():
-            if name not in self.attrs:
-                known = ", ".join(self.attrs) or "none"
-                return f"attribute {name} is unknown; {self.name} takes {known}"
-            problem = self.attrs[name].check(value)
-            if problem:
-                return f"attribute {name}: {problem}"
-        required = {n for n, s in self.attrs.items() if s.default is None}
-        missing = sorted(required - node.attrs.keys())
-        return f"attribute {missing[0]} is missing" if missing else None
-
-    def _check_arity(self, node: Node) -> str | None:
-        ports, results = self.signature.operands, self.signature.results
-        most, least = len(ports), sum(not p.optional for p in ports)
-        if not least <= len(node.operands) <= most:
-            wanted = str(most) if least == most else f"{least} to {most}"
-            roles = ", ".join(self.roles)
-            return f"{len(node.operands)} operands, expected {wanted}: {roles}"
-        if not self.signature.open_results and len(node.results) != len(results):
-            return f"{len(node.results)} results, expected {len(results)}"
-        return None if node.results else "no results"
-
-
-def _is_epilogue(value: Attr) -> bool:
-    return isinstance(value, str) and value in EPILOGUES
-
-
-_KINDS: Mapping[AttrKind, Callable[[Attr], bool]] = {
-    "int": lambda v: type(v) is int,
-    "float": lambda v: type(v) is float,
-    "bool": lambda v: type(v) is bool,
-    "float?": lambda v: type(v) is float or v == "none",
-    "layer": lambda v: type(v) is int or isinstance(v, LayerAttr),
-    "epilogue": _is_epilogue,
-    "epilogues": lambda v: isinstance(v, tuple) and all(map(_is_epilogue, v)),
-}
-
-
-def epilogues(node: Node) -> tuple[str, ...]:
-    """Return the epilogue of each result of a linear or grouped_gemm."""
-    words = node.attrs.get("epilogues", node.attrs.get("epilogue", "none"))
-    if isinstance(words, tuple) and words:
-        return tuple(map(str, words))
-    return (str(words or "none"),) * len(node.results)
+__all__ = ["OPS", "epilogues"]
 
 
 def _column_ranges(node: Node, binding: Binding) -> str | None:
@@ -170,7 +24,8 @@ def _column_ranges(node: Node, binding: Binding) -> str | None:
         return f"{len(words)} epilogues for {len(node.results)} results"
     if "situ" in words and not {"beta", "linear_beta"} <= node.attrs.keys():
         return "epilogue situ needs attributes beta and linear_beta"
-    rows = node.operands[-1].type.shape if node.op != "linear" else (binding.dims["T"],)
+    grouped = node.op in ("grouped_linear", "grouped_gemm")
+    rows = node.operands[-1].type.shape if grouped else (binding.dims["T"],)
     used = 0
     for word, result in zip(words, node.results, strict=True):
         *lead, width = result.type.shape
@@ -186,9 +41,29 @@ def _column_ranges(node: Node, binding: Binding) -> str | None:
 
 
 def _addend(node: Node, binding: Binding) -> str | None:
-    if len(node.operands) == 3 and (len(node.results) != 1 or epilogues(node) != ("none",)):
+    has_addend = len(node.operands) == len(OPS[node.op].roles)
+    if has_addend and (len(node.results) != 1 or epilogues(node) != ("none",)):
         return "an addend needs a single result without epilogue"
     return _column_ranges(node, binding)
+
+
+def _one_message(node: Node, binding: Binding) -> str | None:
+    """Check that every operand of a reduction comes back with its own type."""
+    found, wanted = ([v.type for v in side] for side in (node.results, node.operands))
+    return None if found == wanted else f"{len(found)} results, expected the operands' types"
+
+
+def _gathered(node: Node, binding: Binding) -> str | None:
+    """Check that the result is the operand, longer in dimension `dim`."""
+    part, whole, dim = node.operands[0].type, node.results[0].type, node.attrs["dim"]
+    if not isinstance(dim, int) or not 0 <= dim < len(part.shape):
+        return f"dim {dim} of {part}"
+    short, long = part.shape[dim], whole.shape[dim] if dim < len(whole.shape) else 0
+    same = part.shape[:dim] == whole.shape[:dim] and part.shape[dim + 1 :] == whole.shape[dim + 1 :]
+    grows = isinstance(short, int) and isinstance(long, int) and long >= short
+    if len(node.results) != 1 or whole.dtype != part.dtype or not (same and grows):
+        return f"%{node.results[0].name} is {whole}, expected {part} longer in dimension {dim}"
+    return None
 
 
 def _latent_fits(node: Node, binding: Binding) -> str | None:
@@ -216,8 +91,27 @@ _SAMPLING = (
     " position: i32[B]"
 )
 
+# The experts of this rank; 0 of them: all.
+_FIRST_EXPERT = {"first_expert": AttrSpec("layer", 0)}
+_LOCAL_EXPERTS = {"num_experts": AttrSpec("int", 0), **_FIRST_EXPERT}
+_ROUTE = {"k": _INT, "renormalize": AttrSpec("bool"), "scale": _FLOAT}
+_KDA = {
+    "heads": _INT,
+    "lower_bound": _FLOAT_OR_NONE,
+    "scale": _FLOAT,
+    "l2_eps": _FLOAT,
+    "chunk": _INT,
+    **_EPS,
+}
+_LINEAR = {"epilogues": AttrSpec("epilogues", ()), **_SITU}
+_KDA_STATE = f"conv_state: A[S, J-1, 3*P], kda_state: f32[S, heads, K, V], {_SLOTS}"
+_KDA_RESULTS = "A[T, heads*V], A[S, J-1, 3*P], f32[S, heads, K, V]"
+
 _TABLE = (
-    _op("embed", "both", "ids: i32[T], table: W[V, D] -> A[T, D]", {}),
+    _op(
+        "embed", "both", "ids: i32[T], table: W[V, D] -> A[T, D]",
+        {"first_row": AttrSpec("layer", 0)},
+    ),
     _op("cast", "model", "x: X[*S] -> Y[*S]", {}),
     _op(
         "residual_join", "model", "prefix: A[T, D], delta: A[T, D] -> A[T, D]",
@@ -235,7 +129,7 @@ _TABLE = (
     _op("rms_norm", "both", "x: A[T, D], w: f32[D] -> A[T, D]", _EPS),
     _op(
         "linear", "both", "x: A[T, K], w: W[N, K], addend?: A[T, N] -> ...",
-        {"epilogues": AttrSpec("epilogues", ()), **_SITU}, extra=_addend,
+        _LINEAR, extra=_addend,
     ),
     _op(
         "short_conv", "model",
@@ -280,12 +174,12 @@ _TABLE = (
     ),
     _op(
         "route_topk", "both", "logits: f32[T, E], bias: f32[E] -> f32[T, k], i32[T, k]",
-        {"k": _INT, "renormalize": AttrSpec("bool"), "scale": _FLOAT},
+        {**_ROUTE, **_LOCAL_EXPERTS},
     ),
     _op(
         "grouped_linear", "model",
         "x: A[T, K] | A[T, k, K], w: mxfp4[E, N, K], experts: i32[T, k] -> ...",
-        {}, extra=_column_ranges,
+        _FIRST_EXPERT, extra=_column_ranges,
     ),
     _op("combine", "both", "rows: A[T, k, L], weights: f32[T, k] -> A[T, L]", {}),
     _op("add", "both", "a: A[*S], b: A[*S] -> A[*S]", {}, commutative=True),
@@ -302,14 +196,16 @@ _TABLE = (
     _op(
         "kda", "kernel",
         "q: A[T, P], k: A[T, P], v: A[T, P], z: A[T, P], f: A[T, P], b: A[T, heads],"
-        f" {_CONV}, a_log: f32[heads], dt_bias: f32[P], o_norm: f32[V],"
-        f" conv_state: A[S, J-1, 3*P], kda_state: f32[S, heads, K, V], {_SLOTS}"
-        " -> A[T, heads*V], A[S, J-1, 3*P], f32[S, heads, K, V]",
-        {
-            "heads": _INT, "lower_bound": _FLOAT_OR_NONE, "scale": _FLOAT, "l2_eps": _FLOAT,
-            "chunk": _INT, **_EPS,
-        },
-        in_place={1: 12, 2: 13},
+        f" {_CONV}, a_log: f32[heads], dt_bias: f32[P], o_norm: f32[V], {_KDA_STATE}"
+        f" -> {_KDA_RESULTS}",
+        _KDA, in_place={1: 12, 2: 13},
+    ),
+    _op(
+        "kda_fb", "kernel",
+        "q: A[T, P], k: A[T, P], v: A[T, P], z: A[T, P], f_a: A[T, F], b: A[T, heads],"
+        f" {_CONV}, a_log: f32[heads], dt_bias: f32[P], o_norm: f32[V], f_b: W[P, F],"
+        f" {_KDA_STATE} -> {_KDA_RESULTS}",
+        _KDA, in_place={1: 13, 2: 14},
     ),
     _op(
         "mla_absorb_q", "kernel",
@@ -329,7 +225,12 @@ _TABLE = (
     ),
     _op(
         "dispatch", "kernel", "experts: i32[T, k] -> i32[num_experts+1], i32[T, k]",
-        {"num_experts": _INT},
+        {"num_experts": _INT, **_FIRST_EXPERT},
+    ),
+    _op(
+        "route_dispatch", "kernel",
+        "logits: f32[T, E], bias: f32[E] -> f32[T, k], i32[num_experts+1], i32[T, k]",
+        {**_ROUTE, "num_experts": _INT, **_FIRST_EXPERT},
     ),
     _op(
         "grouped_gemm", "kernel",
@@ -339,6 +240,25 @@ _TABLE = (
     _op(
         "combine_norm", "kernel",
         "rows: A[T, k, L], weights: f32[T, k], norm: f32[L] -> A[T, L]", _EPS,
+    ),
+    _op(
+        "norm_linear", "kernel",
+        "x: A[T, K], norm: f32[K], w: W[N, K], addend?: A[T, N] -> ...",
+        {**_LINEAR, **_EPS}, extra=_addend,
+    ),
+    _op(
+        "all_reduce", "both", "x: A[*S], y?: B[*U] -> ...", {"axis": AttrSpec("axis")},
+        extra=_one_message,
+    ),
+    _op(
+        "all_gather", "both", "x: A[*S] -> ...", {"axis": AttrSpec("axis"), "dim": _INT},
+        extra=_gathered,
+    ),
+    _op(
+        "advance", "kernel",
+        "tokens: i32[B], ids: i32[T], context: i32[B], seg_tokens: i32[B], position: i32[B]"
+        " -> i32[T], i32[B], i32[B]",
+        {}, in_place={0: 1, 1: 2, 2: 4},
     ),
 )  # fmt: skip
 

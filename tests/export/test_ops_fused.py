@@ -120,3 +120,29 @@ def test_an_unknown_epilogue_is_refused(randn):
 def test_dtype_names_are_those_of_the_ir():
     assert ops.as_dtype("bf16") == torch.bfloat16
     assert ops.as_dtype(torch.float64) == torch.float64
+
+
+KDA_ATTRS = {"heads": 2, "lower_bound": -5.0, "scale": 0.5, "l2_eps": 1e-6, "eps": 1e-5, "chunk": 2}
+
+
+@ACTS
+def test_kda_fb_rounds_the_forget_input_before_the_gate(randn, act):
+    q, k, v, z = (randn(6, 8, dtype=act) for _ in range(4))
+    f_a, f_b = randn(6, 4, dtype=act), randn(8, 4, dtype=act)
+    b, small = randn(6, 2, dtype=act), [*(randn(8, 4) for _ in range(3)), randn(2), randn(8)]
+    states = randn(3, 3, 24, dtype=act), randn(3, 2, 4, 4)
+    tail = (*states, i32(0, 1), i32(1, 4), i32(1, 2), i32(9, 0))
+    o_norm = randn(4)
+    got = call("kda_fb", q, k, v, z, f_a, b, *small, o_norm, f_b, *tail, **KDA_ATTRS)
+    f = call("linear", f_a, f_b)
+    want = call("kda", q, k, v, z, f, b, *small, o_norm, *tail, **KDA_ATTRS)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@ACTS
+def test_norm_linear_rounds_between_the_norm_and_the_product(randn, act):
+    x, norm, w, addend = randn(5, 16, dtype=act), randn(16), randn(6, 16), randn(5, 6, dtype=act)
+    y = call("rms_norm", x, norm, eps=1e-5)
+    assert torch.equal(call("norm_linear", x, norm, w, eps=1e-5), call("linear", y, w))
+    got = call("norm_linear", x, norm, w, addend, eps=1e-5)
+    assert torch.equal(got, call("linear", y, w, addend))

@@ -28,7 +28,13 @@ def test_in_place_pairs_name_operands_and_results_of_one_type(name):
 
 def test_in_place_pairs_are_those_of_the_kernels():
     pairs = {name: dict(spec.in_place) for name, spec in OPS.items() if spec.in_place}
-    assert pairs == {"attn_res_norm": {0: 0, 2: 2}, "kda": {1: 12, 2: 13}, "mla_append": {0: 2}}
+    assert pairs == {
+        "attn_res_norm": {0: 0, 2: 2},
+        "kda": {1: 12, 2: 13},
+        "kda_fb": {1: 13, 2: 14},
+        "mla_append": {0: 2},
+        "advance": {0: 1, 1: 2, 2: 4},
+    }
 
 
 def test_results_are_inferred_from_operands_where_they_say_enough():

@@ -9,11 +9,12 @@ from k3c.export.ops.attention_residual import attn_res, bank_commit, residual_jo
 from k3c.export.ops.fused import (
     attn_res_norm,
     combine_norm,
-    dispatch,
     grouped_gemm,
     kda,
+    kda_fb,
     linear_ranges,
     mla_absorb_v,
+    norm_linear,
 )
 from k3c.export.ops.kda import (
     kda_chunkwise,
@@ -39,9 +40,20 @@ from k3c.export.ops.moe import (
 from k3c.export.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from k3c.export.ops.registry import REFERENCE, internal_dtype, library
 from k3c.export.ops.sampling import counter_uniform, sample, token_logprob
+from k3c.export.ops.sharded import (
+    advance,
+    all_gather,
+    all_reduce,
+    dispatch,
+    local_embed,
+    route_dispatch,
+)
 
 __all__ = [
     "REFERENCE",
+    "advance",
+    "all_gather",
+    "all_reduce",
     "attn_res",
     "attn_res_norm",
     "bank_commit",
@@ -57,6 +69,7 @@ __all__ = [
     "internal_dtype",
     "kda",
     "kda_chunkwise",
+    "kda_fb",
     "kda_gate",
     "kda_recurrence",
     "kda_recurrent",
@@ -64,14 +77,17 @@ __all__ = [
     "library",
     "linear",
     "linear_ranges",
+    "local_embed",
     "mla_absorb_q",
     "mla_absorb_v",
     "mla_append",
     "mla_attend",
     "mla_attention",
     "mla_attention_expanded",
+    "norm_linear",
     "residual_join",
     "rms_norm",
+    "route_dispatch",
     "route_topk",
     "routing_weights",
     "sample",

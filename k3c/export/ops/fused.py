@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,20 +12,14 @@ from torch import Tensor
 from k3c.export.ops.activation import sigmoid_mul, situ
 from k3c.export.ops.attention_residual import attn_res, bank_commit, residual_join
 from k3c.export.ops.kda import kda_gate, kda_recurrence, short_conv
-from k3c.export.ops.linear import embed, matmul_wide
+from k3c.export.ops.linear import linear, matmul_wide
 from k3c.export.ops.mla import latent_to_values
-from k3c.export.ops.moe import combine, grouped_linear
+from k3c.export.ops.moe import combine
 from k3c.export.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from k3c.export.ops.registry import as_dtype, reference
+from k3c.export.ops.sharded import Mxfp4, local_grouped_linear
 
-Mxfp4 = tuple[Tensor, Tensor]
 DtypeName = torch.dtype | str
-
-
-@reference("embed")
-def embed_typed(ids: Tensor, table: Tensor, *, result_dtypes: Sequence[DtypeName]) -> Tensor:
-    """Return rows `ids` i32[T] of table [V, D] in the dtype of the IR result."""
-    return embed(ids, table, as_dtype(result_dtypes[0]))
 
 
 @dataclass(frozen=True)
@@ -118,6 +113,31 @@ def kda(
     return gated_rms_norm(o, o_norm, z, heads, eps), conv_state, kda_state
 
 
+@reference("kda_fb")
+def kda_fb(
+    q: Tensor, k: Tensor, v: Tensor, z: Tensor, f_a: Tensor, b: Tensor,
+    conv_q: Tensor, conv_k: Tensor, conv_v: Tensor, a_log: Tensor, dt_bias: Tensor, o_norm: Tensor,
+    f_b: Tensor, *states_and_segments: Tensor, **attrs: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`kda` whose forget input is f = f_a A[T, F] times f_b [P, F] transposed, rounded to A.
+
+    Returns:
+        o A[T, P] (padding rows zero), conv_state and kda_state.
+    """
+    small = (conv_q, conv_k, conv_v, a_log, dt_bias, o_norm)
+    f = linear(f_a, f_b)
+    return kda(q, k, v, z, f, b, *small, *states_and_segments, **attrs)
+
+
+@reference("norm_linear")
+def norm_linear(
+    x: Tensor, norm: Tensor, weight: Tensor, addend: Tensor | None = None, *, eps: float,
+    **attrs: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`linear` of rms_norm(x A[T, K], norm f32[K]) rounded to A; attributes as those of linear."""
+    return linear_ranges(rms_norm(x, norm, eps), weight, addend, **attrs)
+
+
 @reference("mla_absorb_v")
 def mla_absorb_v(
     o_lat: Tensor, kv_b: Tensor, z: Tensor | None = None, *,
@@ -133,30 +153,14 @@ def mla_absorb_v(
     return values if z is None else sigmoid_mul(values.to(z.dtype), z)
 
 
-@reference("dispatch")
-def dispatch(experts: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort rows by expert.
-
-    Args:
-        experts: i32[T, k].
-        num_experts: E.
-
-    Returns:
-        offsets i32[E + 1] and order i32[T, k]: flat row ids t * k + j, by expert, stable; the rows
-        of expert e are order.flatten()[offsets[e] : offsets[e + 1]].
-    """
-    flat = experts.flatten().long()
-    counts = torch.bincount(flat, minlength=num_experts).cumsum(0)
-    offsets = torch.cat([counts.new_zeros(1), counts]).to(torch.int32)
-    return offsets, flat.argsort(stable=True).to(torch.int32).view(experts.shape)
-
-
 @reference("grouped_gemm")
 def grouped_gemm(
     x: Tensor, weight: Mxfp4, offsets: Tensor, order: Tensor, *,
     epilogue: str = "none", beta: float = 0.0, linear_beta: float | str | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply rows, grouped by expert, with MXFP4 matrices; results stand in token order.
+
+    Rows that `order` does not name are not written: NaN here.
 
     Args:
         x: A[T, K] or A[T, k, K].
@@ -172,16 +176,11 @@ def grouped_gemm(
     """
     counts = offsets.diff().long()
     sorted_experts = torch.arange(len(counts), device=order.device).repeat_interleave(counts)
-    experts = torch.empty_like(order).flatten()
-    experts[order.flatten().long()] = sorted_experts.to(torch.int32)
-    rows = grouped_linear(x, *weight, experts.view(order.shape))
+    # -1: the row's expert lies on another rank.
+    experts = torch.full_like(order, -1).flatten()
+    experts[order.flatten()[: len(sorted_experts)].long()] = sorted_experts.to(torch.int32)
+    rows = local_grouped_linear(x, weight, experts.view(order.shape))
     return _Epilogue(epilogue, beta, linear_beta).apply(rows)
-
-
-@reference("grouped_linear")
-def grouped_linear_pair(x: Tensor, weight: Mxfp4, experts: Tensor) -> Tensor:
-    """The IR's `grouped_linear`, whose MXFP4 operand is one (packed, scale) pair."""
-    return grouped_linear(x, *weight, experts)
 
 
 @reference("combine_norm")

@@ -80,6 +80,10 @@ def grouped_linear(x: Tensor, packed: Tensor, scale: Tensor, experts: Tensor) ->
     lambda rows, weights: rows.new_empty((rows.shape[0], rows.shape[2])),
 )
 def combine(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum A[T, L] of rows A[T, k, L] with weights f32[T, k], rounded once."""
+    """Return the weighted sum A[T, L] of rows A[T, k, L] with weights f32[T, k], rounded once.
+
+    A row of weight 0 is not read: nobody has written it where its expert lies on another rank.
+    """
     wide = internal(rows)
-    return (wide * weights[..., None].to(wide.dtype)).sum(1).to(rows.dtype)
+    factors = weights[..., None].to(wide.dtype)
+    return torch.where(factors == 0, 0.0, wide * factors).sum(1).to(rows.dtype)

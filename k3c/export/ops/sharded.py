@@ -1,0 +1,157 @@
+"""Ops of one rank: experts and vocabulary rows of its own, and collectives over one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from k3c.export.ops.linear import embed
+from k3c.export.ops.moe import grouped_linear, route_topk
+from k3c.export.ops.registry import as_dtype, reference
+
+Mxfp4 = tuple[Tensor, Tensor]
+
+
+@reference("embed")
+def local_embed(
+    ids: Tensor, table: Tensor, *, result_dtypes: Sequence[torch.dtype | str], first_row: int = 0
+) -> Tensor:
+    """Return rows `ids` i32[T] in the dtype of the IR result; zero where another rank has the row.
+
+    Args:
+        ids: i32[T].
+        table: [V, D], rows first_row .. first_row + V - 1 of the whole table.
+        result_dtypes: The result's dtype.
+        first_row: First row of this rank's part.
+
+    Returns:
+        A[T, D].
+    """
+    rows = ids - first_row
+    mine = (rows >= 0) & (rows < table.shape[0])
+    found = embed(rows.clamp(0, table.shape[0] - 1), table, as_dtype(result_dtypes[0]))
+    return torch.where(mine[:, None], found, 0.0)
+
+
+@reference("route_topk")
+def local_route_topk(
+    logits: Tensor, bias: Tensor, *, k: int, renormalize: bool, scale: float,
+    num_experts: int = 0, first_expert: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`route_topk` where the weights of experts of other ranks are 0.
+
+    Args:
+        logits: f32[T, E] of all experts.
+        bias: f32[E].
+        k: Experts a token.
+        renormalize: Divide the weights by their sum, over the experts of all ranks.
+        scale: Factor of the weights, after that.
+        num_experts: Experts of this rank; 0: all.
+        first_expert: The first of them.
+
+    Returns:
+        weights f32[T, k] and experts i32[T, k], numbered over all ranks.
+    """
+    weights, experts = route_topk(logits, bias, k, renormalize, scale)
+    mine = _local(experts, num_experts or logits.shape[1], first_expert) >= 0
+    return torch.where(mine, weights, 0.0), experts
+
+
+@reference("dispatch")
+def dispatch(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor]:
+    """Sort the rows of this rank's experts by expert.
+
+    Args:
+        experts: i32[T, k], numbered over all ranks.
+        num_experts: E, experts of this rank.
+        first_expert: The first of them.
+
+    Returns:
+        offsets i32[E + 1] and order i32[T, k]: flat row ids t * k + j, by expert, stable; the rows
+        of expert first_expert + e are order.flatten()[offsets[e] : offsets[e + 1]]. Entries from
+        offsets[E] on are not written: -1 here.
+    """
+    flat = _local(experts, num_experts, first_expert).flatten().long()
+    counts = torch.bincount(flat[flat >= 0], minlength=num_experts).cumsum(0)
+    offsets = torch.cat([counts.new_zeros(1), counts]).to(torch.int32)
+    order = torch.full_like(experts, -1).flatten()
+    rows = flat.argsort(stable=True)[int((flat < 0).sum()) :]
+    order[: len(rows)] = rows.to(torch.int32)
+    return offsets, order.view(experts.shape)
+
+
+@reference("route_dispatch")
+def route_dispatch(
+    logits: Tensor, bias: Tensor, *, k: int, renormalize: bool, scale: float, num_experts: int,
+    first_expert: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`route_topk`, then `dispatch` of its experts.
+
+    Returns:
+        weights f32[T, k], 0 for experts of other ranks; offsets i32[num_experts + 1] and order
+        i32[T, k] as `dispatch` gives them.
+    """
+    mine = {"num_experts": num_experts, "first_expert": first_expert}
+    route = {"k": k, "renormalize": renormalize, "scale": scale}
+    weights, experts = local_route_topk(logits, bias, **route, **mine)
+    return weights, *dispatch(experts, **mine)
+
+
+@reference("grouped_linear")
+def local_grouped_linear(
+    x: Tensor, weight: Mxfp4, experts: Tensor, *, first_expert: int = 0
+) -> Tensor:
+    """`grouped_linear` over the experts of this rank.
+
+    Args:
+        x: A[T, K] or A[T, k, K].
+        weight: (packed u8[E, N, K/2], scale u8[E, N, K/32]) of this rank's experts.
+        experts: i32[T, k], numbered over all ranks.
+        first_expert: The first expert of this rank.
+
+    Returns:
+        A[T, k, N]; rows of other ranks' experts are not written: NaN here.
+    """
+    local = _local(experts, weight[0].shape[0], first_expert)
+    rows = grouped_linear(x, *weight, local.clamp(min=0))
+    return torch.where((local >= 0)[..., None], rows, torch.nan)
+
+
+@reference("all_reduce")
+def all_reduce(*parts: Tensor, axis: str) -> tuple[Tensor, ...]:
+    """Return the sums over the ranks of `axis`, each rounded to its dtype; here of one rank."""
+    return parts
+
+
+@reference("all_gather")
+def all_gather(part: Tensor, *, axis: str, dim: int) -> Tensor:
+    """Return the parts of the ranks of `axis` one after the other in `dim`; here of one rank."""
+    return part
+
+
+@reference("advance")
+def advance(
+    tokens: Tensor, ids: Tensor, context: Tensor, seg_tokens: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make the input of the next decode step from the tokens of this one.
+
+    Args:
+        tokens: i32[B].
+        ids: i32[T]; row s is segment s.
+        context: i32[B].
+        seg_tokens: i32[B]; a segment without tokens stays as it is.
+        position: i32[B].
+
+    Returns:
+        ids with the tokens, context and position one further.
+    """
+    live = (seg_tokens > 0).to(torch.int32)
+    return torch.where(live > 0, tokens, ids), context + live, position + live
+
+
+def _local(experts: Tensor, count: int, first: int) -> Tensor:
+    """Return the experts numbered within a rank; -1 for those of others."""
+    local = experts - first
+    return torch.where((local >= 0) & (local < count), local, -1)
