@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from k3c.errors import CodegenError
-from k3c.ir.graph import Node
+from k3c.ir.graph import LayerAttr, Node
 from k3c.ir.refusal import Refusal
 from k3c.ir.types import ROW_MAJOR, TensorType
+from k3c.targets.catalogue import Scalar
 
 Array = np.ndarray[Any, Any]
 
@@ -99,6 +100,13 @@ def refuse_dtype(node: Node, index: int, allowed: Sequence[str]) -> Refusal | No
     if found in allowed:
         return None
     return Refusal(f"operand {index} of {node.op} must be {' or '.join(allowed)}", found)
+
+
+def first_expert(node: Node) -> Scalar:
+    """Return the run-time integer `first_expert` of a node: the first expert of this rank."""
+    value = node.attrs.get("first_expert", 0)
+    assert isinstance(value, int | LayerAttr), f"first_expert {value!r} is no integer"
+    return "first_expert", value
 
 
 def _family(type_: TensorType) -> LayoutFamily:

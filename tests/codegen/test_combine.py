@@ -26,6 +26,18 @@ def test_combine_and_its_norm_equal_the_reference(rows, k, width, act):
     check(COMBINE_NORM, normed, [parts, weights, norm], BOUND[act])
 
 
+@pytest.mark.parametrize("act", DTYPES)
+def test_rows_of_weight_zero_are_not_read(act):
+    parts, weights = torch.randn(5, 4, 96).to(DTYPES[act]), torch.rand(5, 4)
+    weights[:, 1] = weights[2] = 0.0
+    parts[weights == 0] = torch.nan
+    norm = torch.ones(96)
+    plain = node("combine", [parts, weights], [(act, 5, 96)])
+    check(COMBINE, plain, [parts, weights], BOUND[act])
+    normed = node("combine_norm", [parts, weights, norm], [(act, 5, 96)], eps=1e-5)
+    check(COMBINE_NORM, normed, [parts, weights, norm], BOUND[act])
+
+
 @pytest.mark.parametrize("op", ["add", "sigmoid_mul"])
 @pytest.mark.parametrize("width", [256, 51])
 @pytest.mark.parametrize("act", DTYPES)

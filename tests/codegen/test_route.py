@@ -54,6 +54,30 @@ def test_nan_logits_still_choose_distinct_experts_in_range():
     assert experts[1, 0] == 5
 
 
+@pytest.mark.parametrize("first", [0, 8, 24])
+def test_weights_of_other_ranks_experts_are_zero(first):
+    logits, bias = torch.randn(7, 32), torch.randn(32)
+    n = node(
+        "route_topk", [logits, bias], [("f32", 7, 4), ("i32", 7, 4)],
+        k=4, renormalize=True, scale=1.0, num_experts=8, first_expert=first,
+    )  # fmt: skip
+    check(ROUTE, n, [logits, bias], BOUND)
+
+
+@pytest.mark.parametrize("first", [0, 7, 60])
+def test_dispatch_takes_the_experts_of_this_rank(first):
+    chosen = torch.randint(0, 64, (13, 8), dtype=torch.int32)
+    attrs = {"num_experts": 7, "first_expert": first}
+    n = node("dispatch", [chosen], [("i32", 8), ("i32", 13, 8)], **attrs)
+    offsets, order = run(DISPATCH, n, [chosen])
+    want_offsets, want_order = REFERENCE["dispatch"](chosen, **attrs)
+    assert torch.equal(offsets, want_offsets)
+    live = int(offsets[-1])
+    assert torch.equal(order.flatten()[:live], want_order.flatten()[:live])
+    # Poison still: entries past the last row are not written.
+    assert (order.flatten()[live:] == -1).all()
+
+
 @pytest.mark.parametrize(("rows", "k", "experts"), [(1, 16, 896), (3, 4, 5), (100, 8, 64)])
 def test_dispatch_sorts_rows_by_expert_and_keeps_their_order(rows, k, experts):
     chosen = torch.randint(0, experts, (rows, k), dtype=torch.int32)

@@ -1,4 +1,7 @@
-"""combine and combine_norm: weighted sum of a token's expert rows, and the norm after it."""
+"""combine and combine_norm: weighted sum of a token's expert rows, and the norm after it.
+
+A row whose weight is 0 is not read: its expert may lie on another rank, and nobody wrote it.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,8 @@ class Combine(_Combine):
                     acc[span(0, lanes)] = splat(0.0, lanes)
                     for j in range(k):
                         part = T.meta_var(widen(parts[row, j, span(d * lanes, lanes)], act, lanes))
-                        acc[span(0, lanes)] += part * splat(weights[row, j], lanes)
+                        if weights[row, j] != T.float32(0):
+                            acc[span(0, lanes)] += part * splat(weights[row, j], lanes)
                     out[row, span(d * lanes, lanes)] = narrow(acc[span(0, lanes)], act, lanes)
 
         return kernel
@@ -113,7 +117,8 @@ class CombineNorm(_Combine):
                     acc[span(0, lanes)] = splat(0.0, lanes)
                     for j in range(k):
                         part = T.meta_var(widen(parts[row, j, span(d * lanes, lanes)], act, lanes))
-                        acc[span(0, lanes)] += part * splat(weights[row, j], lanes)
+                        if weights[row, j] != T.float32(0):
+                            acc[span(0, lanes)] += part * splat(weights[row, j], lanes)
                     total = T.meta_var(hold(rounded(acc[span(0, lanes)], act, lanes)))
                     squares[span(0, lanes)] += total * total
                     out[row, span(d * lanes, lanes)] = narrow(total, act, lanes)

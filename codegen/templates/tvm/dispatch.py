@@ -1,4 +1,4 @@
-"""dispatch: sort the routed rows by expert, stably, by counting."""
+"""dispatch: sort the routed rows of this rank's experts by expert, stably, by counting."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from k3c.codegen.template import refuse_dtype
+from k3c.codegen.template import first_expert, refuse_dtype
 from k3c.codegen.templates.tvm.rowwise import RowTemplate
+from k3c.codegen.templates.tvm.vector import hold
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
 from k3c.targets.catalogue import Constant, Scalar
@@ -34,8 +35,8 @@ class Dispatch(RowTemplate):
         }
 
     def scalars(self, node: Node) -> tuple[Scalar, ...]:
-        """Return the run-time integers: tokens."""
-        return (("rows", node.operands[0].type.sizes[0]),)
+        """Return the run-time integers: tokens, the first expert of this rank."""
+        return ("rows", node.operands[0].type.sizes[0]), first_expert(node)
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
         """Return the bytes of each expert's next free place."""
@@ -52,6 +53,7 @@ class Dispatch(RowTemplate):
             order_h: T.handle,
             cursor_h: T.handle,
             rows: T.int64,
+            first: T.int64,
         ):
             T.func_attr({"tirx.noalias": True})
             expert = T.decl_buffer((rows * k,), "int32", data=experts_h)
@@ -61,13 +63,17 @@ class Dispatch(RowTemplate):
             for e in range(experts + 1):
                 offsets[e] = 0
             for i in range(rows * k):
-                offsets[expert[i] + 1] = offsets[expert[i] + 1] + 1
+                local = T.meta_var(hold(T.Cast("int64", expert[i]) - first))
+                if local >= T.int64(0) and local < T.int64(experts):
+                    offsets[local + 1] = offsets[local + 1] + 1
             for e in range(experts):
                 cursor[e] = offsets[e]
                 offsets[e + 1] = offsets[e + 1] + offsets[e]
             for i in range(rows * k):
-                order[cursor[expert[i]]] = T.Cast("int32", i)
-                cursor[expert[i]] = cursor[expert[i]] + 1
+                local = T.meta_var(hold(T.Cast("int64", expert[i]) - first))
+                if local >= T.int64(0) and local < T.int64(experts):
+                    order[cursor[local]] = T.Cast("int32", i)
+                    cursor[local] = cursor[local] + 1
 
         return kernel
 

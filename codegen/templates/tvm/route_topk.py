@@ -7,12 +7,12 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from k3c.codegen.template import padded, refuse_dtype
+from k3c.codegen.template import first_expert, padded, refuse_dtype
 from k3c.codegen.templates.tvm.rowwise import RowTemplate, fitting_lanes
 from k3c.codegen.templates.tvm.vector import hold, sigmoid, span, splat
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
-from k3c.targets.catalogue import Constant
+from k3c.targets.catalogue import Constant, Scalar
 from k3c.targets.target import Target
 
 _F32_BYTES = 4
@@ -42,10 +42,15 @@ class RouteTopk(RowTemplate):
         return {
             "experts": experts,
             "k": node.results[0].type.sizes[1],
+            "local": node.attrs.get("num_experts", 0) or experts,
             "renormalize": int(bool(node.attrs["renormalize"])),
             "scale": float(scale),
             "lanes": fitting_lanes(experts, target),
         }
+
+    def scalars(self, node: Node) -> tuple[Scalar, ...]:
+        """Return the run-time integers: tokens, the first expert of this rank."""
+        return *super().scalars(node), first_expert(node)
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
         """Return the bytes of the biased scores of all rows."""
@@ -56,6 +61,7 @@ class RouteTopk(RowTemplate):
     def build(self, constants: Mapping[str, Constant], target: Target) -> Any:
         """Return the kernel."""
         experts, k, lanes = (int(constants[name]) for name in ("experts", "k", "lanes"))
+        count = int(constants["local"])
         renormalize, scale = bool(constants["renormalize"]), float(constants["scale"])
 
         groups = padded(experts, _GROUP) // _GROUP
@@ -89,6 +95,7 @@ class RouteTopk(RowTemplate):
             chosen_h: T.handle,
             choice_h: T.handle,
             rows: T.int64,
+            first: T.int64,
         ):
             T.func_attr({"tirx.noalias": True})
             logits = T.decl_buffer((rows, experts), "float32", data=logits_h)
@@ -119,6 +126,9 @@ class RouteTopk(RowTemplate):
                     if renormalize:
                         weights[row, j] = weights[row, j] / (total[0] + T.float32(_RENORMALIZE_EPS))
                     weights[row, j] = weights[row, j] * T.float32(scale)
+                    local = T.meta_var(hold(T.Cast("int64", chosen[row, j]) - first))
+                    if local < T.int64(0) or local >= T.int64(count):
+                        weights[row, j] = T.float32(0)
 
         return kernel
 
