@@ -54,6 +54,15 @@ def test_ties_go_to_the_lower_expert():
     assert experts.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
+def test_a_nan_is_chosen_last_and_weighs_nan():
+    logits = torch.tensor([[torch.nan, 1.0, torch.nan, 2.0, -torch.inf]])
+    weights, experts = route_topk(logits, torch.zeros(5), 4, False, 1.0)
+    assert experts.tolist() == [[3, 1, 4, 0]]
+    assert weights.isnan().tolist() == [[False, False, False, True]]
+    _, experts = route_topk(torch.full((1, 5), torch.nan), torch.zeros(5), 3, True, 1.0)
+    assert experts.tolist() == [[0, 1, 2]]
+
+
 @pytest.mark.parametrize(("renormalize", "scale"), [(True, 1.0), (True, 2.5), (False, 0.5)])
 def test_weights_are_renormalised_to_the_scaling_factor(renormalize, scale):
     logits = randn(9, 16, seed=1) - 3
@@ -105,6 +114,14 @@ def test_combine_accumulates_wide_and_rounds_once():
     got = combine(rows, weights)
     # One bf16 rounding is at most 2^-8 of each value, beside float32's.
     assert ((got.double() - want).abs() <= 2**-8 * want.abs() + 1e-6).all()
+
+
+def test_combine_does_not_read_rows_of_weight_zero():
+    rows, weights = randn(5, 4, 8, seed=1).float(), torch.rand(5, 4)
+    weights[:, 1] = weights[2, 3] = 0.0
+    want = combine(rows, weights)
+    rows[weights == 0] = torch.nan
+    assert torch.equal(combine(rows, weights), want)
 
 
 @pytest.mark.parametrize("cap", [25.0, None, "none"])

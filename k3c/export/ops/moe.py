@@ -40,10 +40,12 @@ def route_topk(
         scale: Factor of the weights, after that.
 
     Returns:
-        weights f32[T, k] and experts i32[T, k], best first, ties to the lower index.
+        weights f32[T, k] and experts i32[T, k], best first, ties to the lower index. A NaN counts
+        as the lowest score; a NaN that is chosen, for want of others, weighs NaN.
     """
     scores = torch.sigmoid(logits)
-    order = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :k]
+    choice = torch.nan_to_num(scores + bias, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    order = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :k]
     weights = routing_weights(scores.gather(-1, order), renormalize, scale)
     return weights, order.to(torch.int32)
 
