@@ -79,3 +79,8 @@ def test_advance_moves_live_rows_only():
     assert ids.tolist() == [7, 2, 9]
     assert context.tolist() == [5, 0, 7]
     assert position.tolist() == [6, 0, 3]
+
+
+def test_advance_never_makes_an_id_outside_the_vocabulary():
+    args = i32(-1, 8), i32(1, 2), i32(4, 3), i32(1, 1), i32(5, 3)
+    assert call("advance", *args)[0].tolist() == [0, 8]

@@ -145,10 +145,13 @@ def advance(
         position: i32[B].
 
     Returns:
-        ids with the tokens, context and position one further.
+        ids with the tokens, context and position one further. The token -1 of a broken row becomes
+        id 0: the next step may start before anybody has read the token.
     """
     live = (seg_tokens > 0).to(torch.int32)
-    return torch.where(live > 0, tokens, ids), context + live, position + live
+    next_ids = ids.clone()
+    next_ids[: len(tokens)] = torch.where(live > 0, tokens.clamp(min=0), ids[: len(tokens)])
+    return next_ids, context + live, position + live
 
 
 def _local(experts: Tensor, count: int, first: int) -> Tensor:
