@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -233,15 +232,14 @@ class Engine:
 
     def _finish_row(self, request: Request, row: int, fields: Mapping[str, npt.NDArray]) -> Event:
         """Take a request's new token; end the request when it is the last one."""
-        token, logits = int(fields["tokens"][row]), fields["logits"][row]
-        options, likeliest = request.options, ()
-        in_vocabulary = 0 <= token < self.manifest.model.vocab_size
-        if in_vocabulary and math.isfinite(logits.max()):
+        token, likeliest = int(fields["tokens"][row]), ()
+        if 0 <= token < self.manifest.model.vocab_size:
             request.output.append(token)
             reason = _finish_reason(request, token)
-            likeliest = top_logprobs(logits, options.top_logprobs)
+            if request.options.top_logprobs:
+                likeliest = top_logprobs(fields["logits"][row], request.options.top_logprobs)
         else:
-            # NaN in one row is that request's end, not its neighbours'.
+            # The kernel's -1: NaN in one row is that request's end, not its neighbours'.
             token, reason = None, "error"
         if reason is not None:
             self.cancel(request.id)

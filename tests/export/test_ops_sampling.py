@@ -71,6 +71,15 @@ def test_impossible_tokens_are_never_drawn():
     assert support(logits) == [1, 3]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_row_with_a_nan_or_an_infinite_maximum_gives_minus_one(temperature, broken):
+    logits = torch.tensor([1.0, broken, 3.0, -torch.inf])
+    assert support(logits, temperature=temperature) == [-1]
+    nothing = torch.full((4,), -torch.inf)
+    assert support(nothing, temperature=temperature) == [-1]
+
+
 def test_samples_follow_the_tempered_law():
     logits = torch.tensor([0.0, 1.0, -1.0, 0.5])
     count = 4000

@@ -253,7 +253,7 @@ class FakeExecutor:
         io["tokens"][segment] = token
         if int(io["slots"][segment]) in self.faults.nan_slots:
             io["logits"][segment] = np.nan
-            io["tokens"][segment] = 0
+            io["tokens"][segment] = -1
 
 
 @dataclass

@@ -12,6 +12,9 @@ from k3c.export.ops.registry import define, internal
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
+# The token of a row whose logits are a fault of the step: no vocabulary has it.
+BROKEN_ROW = -1
+
 
 def counter_uniform(seed: int, position: int) -> float:
     """Return u in [0, 1), a pure function of (seed, position), exact in float32.
@@ -52,7 +55,9 @@ def _kept_masses(e: Tensor, row: SamplingRow) -> Tensor:
 
 def sample_row(logits: Tensor, row: SamplingRow) -> int:
     """Return the token for one row of logits f32[V]; `sample` states the rule."""
-    best = logits.max()
+    best = logits.max()  # NaN where any logit is
+    if not torch.isfinite(best):
+        return BROKEN_ROW
     if row.temperature <= 0:
         return int((logits == best).nonzero()[0])
     e = _kept_masses(torch.exp((logits - best) / row.temperature), row)
@@ -80,6 +85,8 @@ def sample(
     position) and M the mass kept: the first index in ascending order whose cumulative kept mass
     exceeds u * M; if rounding leaves none, the last kept index. Sums may run in any order of at
     least float32 accuracy (float64 here): a choice differs only within rounding of a boundary.
+    A row that holds a NaN, or whose largest logit is not finite, gives -1: it is a fault of the
+    step, not an answer, and the caller fails that request alone.
 
     Args:
         logits: f32[B, V].
