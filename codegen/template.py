@@ -109,6 +109,13 @@ def first_expert(node: Node) -> Scalar:
     return "first_expert", value
 
 
+def local_experts(node: Node, total: int) -> int:
+    """Return the experts of this rank, attribute `num_experts` of a node; 0 means all."""
+    count = node.attrs.get("num_experts", 0)
+    assert isinstance(count, int), f"num_experts {count!r} is no integer"
+    return count or total
+
+
 def _family(type_: TensorType) -> LayoutFamily:
     # The modules that own layouts register them when they are imported.
     import_module("k3c.codegen.templates.tvm")

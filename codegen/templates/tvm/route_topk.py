@@ -7,7 +7,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from k3c.codegen.template import first_expert, padded, refuse_dtype
+from k3c.codegen.template import first_expert, local_experts, padded, refuse_dtype
 from k3c.codegen.templates.tvm.rowwise import RowTemplate, fitting_lanes
 from k3c.codegen.templates.tvm.vector import hold, sigmoid, span, splat
 from k3c.ir.graph import Node
@@ -42,7 +42,7 @@ class RouteTopk(RowTemplate):
         return {
             "experts": experts,
             "k": node.results[0].type.sizes[1],
-            "local": node.attrs.get("num_experts", 0) or experts,
+            "local": local_experts(node, experts),
             "renormalize": int(bool(node.attrs["renormalize"])),
             "scale": float(scale),
             "lanes": fitting_lanes(experts, target),
