@@ -336,7 +336,10 @@ def _check_lower_bound(plan: Plan) -> Iterator[Finding]:
 
 def _check_io(plan: Plan) -> Iterator[Finding]:
     buffers = {b.id: b for b in plan.buffers}
-    written = {name for cs in plan.commands.values() for c in cs for name in c.writes}
+    commands = [c for graph in plan.commands.values() for c in graph]
+    written = {name for c in commands for name in c.writes}
+    # A field that the runtime fills may be updated: read and written by one command.
+    made = {name for c in commands for name in c.writes if name not in c.reads}
     names = [field.name for field in plan.io]
     for field in plan.io:
         b = buffers.get(field.buffer)
@@ -346,7 +349,7 @@ def _check_io(plan: Plan) -> Iterator[Finding]:
             yield Finding("io", f"{text}, has {field.buffer!r} with {b.nbytes if b else 0}")
         if names.count(field.name) > 1:
             yield Finding("io", f"two fields are called {field.name}")
-        if (field.buffer in written) != (field.direction == "out"):
+        if field.buffer not in written if field.direction == "out" else field.buffer in made:
             yield Finding("io", f"{field.name} ({field.direction}): wrong kind of access")
 
 

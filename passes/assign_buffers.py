@@ -212,7 +212,8 @@ class _Work:
 
     def _overwrite(self, node: Node, result: str, operand: str) -> None:
         storage = self.storages[self.owner[operand]]
-        if storage.space in ("weights", "io"):
+        fixed = ("weights",) if OPS[node.op].updates_io else ("weights", "io")
+        if storage.space in fixed:
             what = f"{node.op} -> %{result} would overwrite %{operand} of {storage.space}"
             raise PassError(what, f"graph {self.graph.name}", "it must stay as it is")
         self.owner[result] = storage.id

@@ -24,6 +24,10 @@ class PassContext:
     catalogue: Catalogue
     log: RewriteLog = field(default_factory=RewriteLog)
 
+    def implements(self, op: str) -> bool:
+        """Whether the catalogue has a template for an op: fusions for some targets ask."""
+        return bool(self.catalogue.for_op(op))
+
 
 @dataclass(frozen=True)
 class Condition:

@@ -20,11 +20,15 @@ from k3c.ir.rewrite import Refused, RewriteLog, Rule
 from k3c.ir.text import show
 from k3c.ir.verify import verify
 from k3c.passes import (
+    add_advance,
     canonicalize,
     fuse_attn_res,
     fuse_epilogue,
+    fuse_forget_gate,
     fuse_kda,
+    fuse_norm_linear,
     fuse_projections,
+    fuse_route,
     layout_mxfp4,
     lower_mla,
     lower_moe,
@@ -62,9 +66,13 @@ PIPELINE: tuple[Pass, ...] = cast(
         fuse_attn_res,
         fuse_projections,
         fuse_kda,
+        fuse_forget_gate,
         lower_mla,
         lower_moe,
+        fuse_route,
         fuse_epilogue,
+        fuse_norm_linear,
+        add_advance,
         layout_mxfp4,
     ),
 )

@@ -18,7 +18,9 @@ from k3c.ir.types import ROW_MAJOR, Layout, SymDim
 from k3c.targets.catalogue import Catalogue, Template
 from k3c.targets.target import Target
 
-HEAD, SCORE_HEAD = "head", "score_head"
+HEAD = "head"
+# What a phase runs in place of the head, where the module has it.
+HEADS: Mapping[str, str] = {"score": "score_head", "decode": "decode_head"}
 PAGES_DIM = "P"  # a state whose first dimension is this lies in pages; any other lies in slots
 
 NodeKey = tuple[str, str]  # graph name, name of the node's first result
@@ -69,7 +71,7 @@ def run(module: Module, bucket: Bucket, catalogue: Catalogue, target: Target) ->
             unbound.
     """
     assert module.level == "kernel", f"level {module.level}, need kernel"
-    used = _drop_unused_head(module, bucket)
+    used = _drop_unused_heads(module, bucket)
     spaces = _state_spaces(used)
     bound = replace(used, dims=(), graphs=tuple(_bind(g, bucket) for g in used.graphs))
     choices: dict[NodeKey, Template] = {}
@@ -105,16 +107,20 @@ def check_agreement(selections: Sequence[Selected]) -> None:
                     raise PassError(what, f"graph {graph.name}", "layouts must not depend on it")
 
 
-def _drop_unused_head(module: Module, bucket: Bucket) -> Module:
+def _drop_unused_heads(module: Module, bucket: Bucket) -> Module:
     """Keep the epilogue that the bucket's phase runs, under its own name."""
     names = {graph.name for graph in module.graphs}
-    keep, drop = (SCORE_HEAD, HEAD) if bucket.phase == "score" else (HEAD, SCORE_HEAD)
-    if not names & {HEAD, SCORE_HEAD}:
+    heads = {HEAD, *HEADS.values()}
+    if not names & heads:
         return module
+    keep = HEADS.get(bucket.phase, HEAD)
+    if keep not in names and bucket.phase == "decode":
+        keep = HEAD
     if keep not in names:
         raise PassError(f"no graph {keep}", f"bucket {bucket.name}", "export both heads")
-    schedule = tuple(replace(c, graph=keep) if c.graph == drop else c for c in module.schedule)
-    graphs = tuple(graph for graph in module.graphs if graph.name != drop)
+    drop = heads - {keep}
+    schedule = tuple(replace(c, graph=keep) if c.graph in drop else c for c in module.schedule)
+    graphs = tuple(graph for graph in module.graphs if graph.name not in drop)
     return replace(module, graphs=graphs, schedule=schedule)
 
 

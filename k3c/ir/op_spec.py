@@ -64,6 +64,7 @@ class OpSpec:
         attrs: Its attributes by name.
         level: `model`: passes must replace it before kernels are chosen.
         in_place: Result index -> operand index that the result overwrites.
+        updates_io: What it overwrites may be a field that the runtime fills.
         commutative: The first two operands may change places.
         extra: A check that the signature cannot say; it sees the bound variables.
     """
@@ -73,6 +74,7 @@ class OpSpec:
     attrs: Mapping[str, AttrSpec]
     level: Level
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
+    updates_io: bool = False
     commutative: bool = False
     extra: Extra | None = None
 

@@ -258,7 +258,7 @@ _TABLE = (
         "advance", "kernel",
         "tokens: i32[B], ids: i32[T], context: i32[B], seg_tokens: i32[B], position: i32[B]"
         " -> i32[T], i32[B], i32[B]",
-        {}, in_place={0: 1, 1: 2, 2: 4},
+        {}, in_place={0: 1, 1: 2, 2: 4}, updates_io=True,
     ),
 )  # fmt: skip
 

@@ -42,5 +42,7 @@ def catalogue(name: str) -> Catalogue:
                       FakeTemplate("grouped_gemm", "mx32.gemm")),
         "clash": (FakeTemplate("grouped_gemm", "mx32.v8"), FakeTemplate("linear", "panel.v8"),
                   FakeTemplate("embed", "rows.v8")),
+        "fused": tuple(FakeTemplate(op, "") for op in
+                       ("kda_fb", "route_dispatch", "norm_linear", "advance")),
     }  # fmt: skip
     return Catalogue(templates[name])  # pyright: ignore[reportArgumentType]

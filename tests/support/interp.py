@@ -145,9 +145,11 @@ def _call(node: Node, operands: list[Any], layer: Mapping[str, int]) -> tuple[Te
         for name, value in node.attrs.items()
     }
     # What the IR says with result types, a plain function must be told.
-    if node.op in ("linear", "embed") or (node.op == "mla_absorb_v" and len(operands) == 2):
+    products = ("linear", "norm_linear")
+    plain_v = node.op == "mla_absorb_v" and len(operands) == 2
+    if node.op in (*products, "embed") or plain_v:
         attrs["result_dtypes"] = [r.type.dtype.name for r in node.results]
-    if node.op == "linear":
+    if node.op in products:
         attrs["widths"] = [r.type.shape[-1] for r in node.results]
     if node.op == "mla_attend":
         attrs.setdefault("latent_dim", node.results[0].type.shape[-1])
