@@ -5,8 +5,8 @@ Before:  %q = linear(%x, %wq)              After:  %q, %k = linear(%x, %wq_and_1
          %a = grouped_linear(%z, %w1, %e)          %a, %b = grouped_linear(%z, %w1_and_1_more, %e)
          %b = grouped_linear(%z, %w3, %e)
 
-The fused weight lists the sources of its parts in node order; its rows (for experts: the rows of
-each expert) are theirs, one part after the other. Saves a launch and a read of the input for each
+The fused weight lists the sources of its parts, and what a rank reads of them, in node order; its
+rows (for experts: the rows of each expert) are theirs, one part after the other. Saves a launch and a read of the input for each
 projection but the first, and gives the GEMM more columns to spread over cores.
 Runs after fuse_attn_res, before fuse_kda. The grouped form with several results is transient:
 fuse_epilogue turns it into one result. Weights of different dtypes stay separate GEMMs.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from k3c.ir.edit import Index, count_ops
-from k3c.ir.graph import Graph, Module, Node, Value, Weight
+from k3c.ir.graph import Graph, Module, Node, Value, Weight, weight_of
 from k3c.ir.pattern import Match, parse_pattern
 from k3c.ir.refusal import Refusal
 from k3c.ir.rewrite import Refused, Replacement, Rule, apply_rules
@@ -40,6 +40,7 @@ def _is_plain(node: Node) -> bool:
 def _same_input(first: Node, other: Node) -> bool:
     """Whether two projections read the same rows (and, for experts, the same routing)."""
     same = first.op == other.op and first.operands[0] == other.operands[0]
+    same = same and first.attrs.get("first_expert") == other.attrs.get("first_expert")
     return same and first.operands[2:] == other.operands[2:]
 
 
@@ -87,14 +88,14 @@ def _concatenated(index: Index, parts: list[Weight]) -> Weight:
     rows = sum(int(str(part.value.type.shape[-2])) for part in parts)
     name = index.fresh(f"{first.name}_and_{len(parts) - 1}_more")
     kind = replace(first.type, shape=(*lead, rows, columns))
-    return Weight(Value(name, kind), tuple(s for part in parts for s in part.sources))
+    return weight_of(Value(name, kind), [p for part in parts for p in part.parts])
 
 
 RULES = (
     Rule("same_input", parse_pattern("%y = linear(%x, %w)"), _fuse,
          _parts_are_weights, _leads_a_group),
     Rule("same_experts", parse_pattern("%y = grouped_linear(%x, %w, %experts)"), _fuse,
-         _parts_are_weights, _leads_a_group),
+         _parts_are_weights, _leads_a_group, frozenset({"grouped_linear.first_expert"})),
 )  # fmt: skip
 
 

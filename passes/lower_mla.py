@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from k3c.ir.edit import count_ops
-from k3c.ir.graph import Module, Node, Value, Weight
+from k3c.ir.graph import Module, Node, Value
 from k3c.ir.pattern import Match, parse_pattern
 from k3c.ir.refusal import Refusal
 from k3c.ir.rewrite import Replacement, Rule, apply_rules
@@ -49,7 +49,7 @@ def _lower(match: Match) -> Replacement:
     query_width = match["q"].type.shape[1]
     assert isinstance(query_width, int), f"query width {query_width}"
     for_q, for_v = (
-        Weight(replace(kv_b.value, name=fresh(f"{kv_b.value.name}_{half}")), kv_b.sources)
+        replace(kv_b, value=replace(kv_b.value, name=fresh(f"{kv_b.value.name}_{half}")))
         for half in ("q", "v")
     )
     q_lat = Value(fresh("q_lat"), TensorType(F32, (rows, heads, row)))

@@ -6,6 +6,7 @@ After:   %offsets, %order = dispatch(%experts) {num_experts}
          %a, %b = grouped_gemm(%x, %w13, %offsets, %order)
          %y = grouped_gemm(%h, %w2, %offsets, %order)
 
+The first expert of the rank, where there is one, goes to the dispatch.
 All grouped GEMMs of one routing share its dispatch. Saves reading an expert's matrix once for every
 row instead of once. Runs after fuse_projections, before fuse_epilogue.
 """
@@ -13,7 +14,7 @@ row instead of once. Runs after fuse_projections, before fuse_epilogue.
 from __future__ import annotations
 
 from k3c.ir.edit import count_ops
-from k3c.ir.graph import Module, Node, Value
+from k3c.ir.graph import Attr, Module, Node, Value
 from k3c.ir.pattern import Match, parse_pattern
 from k3c.ir.rewrite import Replacement, Rule, apply_rules
 from k3c.ir.types import I32, TensorType
@@ -37,7 +38,8 @@ def _new_dispatch(match: Match) -> Node:
     offsets = Value(match.index.fresh("offsets"), TensorType(I32, (count + 1,)))
     order = Value(match.index.fresh("order"), experts.type)
     loc = match.node("y").loc
-    return Node("dispatch", (experts,), (offsets, order), {"num_experts": count}, loc)
+    attrs: dict[str, Attr] = {"num_experts": count, **match.node("y").attrs}
+    return Node("dispatch", (experts,), (offsets, order), attrs, loc)
 
 
 def _lower(match: Match) -> Replacement:
@@ -50,7 +52,8 @@ def _lower(match: Match) -> Replacement:
 
 
 RULES = (
-    Rule("grouped_gemm", parse_pattern("%y... = grouped_linear(%x, %w, %experts)"), _lower),
+    Rule("grouped_gemm", parse_pattern("%y... = grouped_linear(%x, %w, %experts)"), _lower,
+         handles=frozenset({"grouped_linear.first_expert"})),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ are the layer index in its weight names and the call's layer attributes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,15 +48,41 @@ class Input:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """The part of a checkpoint tensor that a rank reads; printed `axis*size` in dimension `dim`.
+
+    It is `size` indices, from `size` times the rank's coordinate along mesh axis `axis` on; those
+    past the tensor's end are zero.
+    """
+
+    axis: str
+    dim: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Weight:
     """A weight: checkpoint tensors whose rows are concatenated in order.
 
     `sources` are checkpoint names; the first `*` stands for the layer index of the call, a second
     one for the expert index, over which tensors are stacked before rows are concatenated.
+    `shards` says what a rank reads of each source, None: all of it; empty: all of every one.
     """
 
     value: Value
     sources: tuple[str, ...]
+    shards: tuple[Shard | None, ...] = ()
+
+    @property
+    def parts(self) -> tuple[tuple[str, Shard | None], ...]:
+        """Each source and what a rank reads of it."""
+        return tuple(zip(self.sources, self.shards or (None,) * len(self.sources), strict=True))
+
+
+def weight_of(value: Value, parts: Iterable[tuple[str, Shard | None]]) -> Weight:
+    """Return the weight of some parts; the only place where parts become a weight."""
+    sources, shards = zip(*parts, strict=True)
+    return Weight(value, sources, shards if any(shards) else ())
 
 
 @dataclass(frozen=True)
@@ -83,11 +109,20 @@ class Graph:
 
 @dataclass(frozen=True)
 class Call:
-    """One entry of the schedule: run `graph` as layer `layer` (-1: prologue or epilogue)."""
+    """One entry of the schedule: run `graph` as layer `layer` (-1: prologue or epilogue).
+
+    `rank_attrs` are layer attributes that differ from rank to rank: mesh axis and factor of the
+    rank's coordinate along it, printed `ep*56`.
+    """
 
     graph: str
     layer: int
     attrs: Mapping[str, int] = field(default_factory=dict[str, int])
+    rank_attrs: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+
+    def at(self, rank: int) -> dict[str, int]:
+        """Return the layer attributes of one rank; every axis of a mesh runs over all ranks."""
+        return {**self.attrs, **{name: k * rank for name, (_, k) in self.rank_attrs.items()}}
 
 
 @dataclass(frozen=True)

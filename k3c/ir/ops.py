@@ -54,16 +54,26 @@ def _one_message(node: Node, binding: Binding) -> str | None:
 
 
 def _gathered(node: Node, binding: Binding) -> str | None:
-    """Check that the result is the operand, longer in dimension `dim`."""
-    part, whole, dim = node.operands[0].type, node.results[0].type, node.attrs["dim"]
-    if not isinstance(dim, int) or not 0 <= dim < len(part.shape):
-        return f"dim {dim} of {part}"
-    short, long = part.shape[dim], whole.shape[dim] if dim < len(whole.shape) else 0
-    same = part.shape[:dim] == whole.shape[:dim] and part.shape[dim + 1 :] == whole.shape[dim + 1 :]
-    grows = isinstance(short, int) and isinstance(long, int) and long >= short
-    if len(node.results) != 1 or whole.dtype != part.dtype or not (same and grows):
-        return f"%{node.results[0].name} is {whole}, expected {part} longer in dimension {dim}"
+    """Check that the result is the operand behind a dimension that counts the ranks."""
+    part, whole = node.operands[0].type, node.results[0].type
+    same = whole.dtype == part.dtype and whole.shape[1:] == part.shape
+    ranks = whole.shape[0] if whole.shape else 0
+    if len(node.results) != 1 or not same or not isinstance(ranks, int):
+        return f"%{node.results[0].name} is {whole}, expected [ranks, ...] of {part}"
     return None
+
+
+def _joined(node: Node, binding: Binding) -> str | None:
+    """Check that the result's columns are those of all parts; the last part may be padded."""
+    whole, rows = node.results[0].type, binding.dims["T"]
+    parts, columns = binding.dims["R"], binding.dims["N"]
+    sized = isinstance(parts, int) and isinstance(columns, int) and len(node.results) == 1
+    most = int(str(parts)) * int(str(columns)) if sized else 0
+    if len(whole.shape) != 2 or whole.shape[0] != rows or whole.dtype != binding.dtypes["A"]:
+        return f"%{node.results[0].name} is {whole}, expected {rows} rows"
+    width = whole.shape[1]
+    fits = isinstance(width, int) and 0 < width <= most
+    return None if fits else f"{width} columns of {parts} parts of {columns}"
 
 
 def _latent_fits(node: Node, binding: Binding) -> str | None:
@@ -251,9 +261,9 @@ _TABLE = (
         extra=_one_message,
     ),
     _op(
-        "all_gather", "both", "x: A[*S] -> ...", {"axis": AttrSpec("axis"), "dim": _INT},
-        extra=_gathered,
+        "all_gather", "both", "x: A[*S] -> ...", {"axis": AttrSpec("axis")}, extra=_gathered,
     ),
+    _op("join_columns", "both", "x: A[R, T, N] -> ...", {}, extra=_joined),
     _op(
         "advance", "kernel",
         "tokens: i32[B], ids: i32[T], context: i32[B], seg_tokens: i32[B], position: i32[B]"

@@ -6,13 +6,13 @@ module   = "k3ir 1" "level" word ["mesh" "(" axis "=" size, ... ")"] dim* graph*
 dim      = "dim" name "in" "[" lo "," (hi | "?") "]"
 graph    = "graph" "@"name "(" param, ... ")" ["->" type, ...] "{" weight* node* return "}"
 param    = ("carry" | "state" | "io") value ":" type
-weight   = "weight" value ":" type "from" string, ...
+weight   = "weight" value ":" type "from" (string ["@" "(" axis "*" size | "-", ... ")"]), ...
 node     = value, ... "=" op "(" value, ... ")" [attrs] ":" type, ... ["#" loc]
 return   = "return" [name "=" value, ...]
 type     = dtype "[" dim, ... "]" ["as" layout] ["@" "(" axis | "-", ... ")"]
 attrs    = "{" name ":" attr, ... "}"
 attr     = number | word | "true" | "false" | string | "layer."name | "(" attr, ... ")"
-schedule = "schedule" "{" (name layer attrs)* "}"
+schedule = "schedule" "{" (name layer "{" name ":" (integer | axis "*" integer), ... "}")* "}"
 """
 
 from __future__ import annotations
@@ -22,7 +22,20 @@ import re
 from collections.abc import Callable
 from typing import Literal, TypeVar, cast
 
-from k3c.ir.graph import Attr, Call, Graph, Input, LayerAttr, Module, Node, Role, Value, Weight
+from k3c.ir.graph import (
+    Attr,
+    Call,
+    Graph,
+    Input,
+    LayerAttr,
+    Module,
+    Node,
+    Role,
+    Shard,
+    Value,
+    Weight,
+    weight_of,
+)
 from k3c.ir.scanner import Scanner
 from k3c.ir.types import DTYPES, ROW_MAJOR, Dim, Layout, Sharding, SymDim, TensorType
 
@@ -36,6 +49,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _LAYOUT = re.compile(r"[A-Za-z_][\w.\-]*")
 _LAYER = re.compile(r"layer\.[A-Za-z_]\w*")
+_TIMES = re.compile(r"[A-Za-z_]\w*\s*\*")
 _LEVELS = ("model", "mesh", "kernel")
 _ROLES = ("carry", "state", "io")
 
@@ -231,10 +245,36 @@ class Parser:
     def _weight(self) -> Weight:
         value = self._typed_value()
         self.scan.expect("from", "a weight names its checkpoint tensors")
-        sources = [self._string()]
+        rank = len(value.type.shape)
+        parts = [(self._string(), self._shard(rank))]
         while self.scan.accept(","):
-            sources.append(self._string())
-        return Weight(value, tuple(sources))
+            parts.append((self._string(), self._shard(rank)))
+        return weight_of(value, parts)
+
+    def _shard(self, rank: int) -> Shard | None:
+        start = self.scan.at
+        if not self.scan.accept("@ ("):
+            return None
+        words = self._list(self._axis_times, ")")
+        shards = [Shard(*word, size) for word, size in self._placed(words)]
+        if len(words) != rank or len(shards) != 1:
+            hint = "write axis*size for one dimension and - for each other one"
+            raise self.scan.complaint(f"{len(shards)} of {rank} dimensions sharded", hint, start)
+        return shards[0]
+
+    @staticmethod
+    def _placed(
+        words: list[tuple[str, int] | None],
+    ) -> list[tuple[tuple[str, int], int]]:
+        """Return ((axis, dimension), size) of the words that are not -."""
+        return [((word[0], dim), word[1]) for dim, word in enumerate(words) if word]
+
+    def _axis_times(self) -> tuple[str, int] | None:
+        axis = self._axis()
+        if axis is None:
+            return None
+        self.scan.expect("*", "a part is written tp*768: coordinate times size")
+        return axis, self._integer()
 
     def _string(self) -> str:
         return str(json.loads(self.scan.take(_STRING, "a string in double quotes")))
@@ -294,17 +334,35 @@ class Parser:
         if self.scan.accept("schedule"):
             self.scan.expect("{")
             while not self.scan.accept("}"):
-                graph = self.scan.take(NAME, "a graph name or }")
-                calls.append(Call(graph, self._integer(), self._call_attrs()))
+                calls.append(self._call())
         return tuple(calls)
 
-    def _call_attrs(self) -> dict[str, int]:
+    def _call(self) -> Call:
+        graph, layer = self.scan.take(NAME, "a graph name or }"), self._integer()
+        attrs: dict[str, int] = {}
+        rank_attrs: dict[str, tuple[str, int]] = {}
+        for name, value in self._call_attrs():
+            if name in attrs or name in rank_attrs:
+                raise self.scan.complaint(f"attribute {name} twice", "remove one", self.scan.at)
+            if isinstance(value, int):
+                attrs[name] = value
+            else:
+                rank_attrs[name] = value
+        return Call(graph, layer, attrs, rank_attrs)
+
+    def _call_attrs(self) -> list[tuple[str, int | tuple[str, int]]]:
+        return self._list(self._call_attr, "}") if self.scan.accept("{") else []
+
+    def _call_attr(self) -> tuple[str, int | tuple[str, int]]:
+        name = self.scan.take(NAME, "an attribute name")
+        self.scan.expect(":", "an attribute is written name: value")
         start = self.scan.at
-        attrs = self.attrs()
-        numbers = {name: value for name, value in attrs.items() if type(value) is int}
-        if len(numbers) != len(attrs):
+        word = self._axis_times() if _TIMES.match(self.scan.text, start) else None
+        if word is not None:
+            return name, word
+        if not _INT.match(self.scan.text, start):
             raise self.scan.complaint("a layer attribute is an integer", "write one", start)
-        return numbers
+        return name, self._integer()
 
 
 def _types(types: list[TensorType]) -> str:

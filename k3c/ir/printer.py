@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from k3c.ir.graph import Attr, Call, Graph, LayerAttr, Module, Node, Weight
+from k3c.ir.graph import Attr, Call, Graph, LayerAttr, Module, Node, Shard, Weight
 from k3c.ir.types import SymDim
 
 LINE = 100  # a graph's head that is longer is broken: one parameter a line
@@ -82,8 +82,17 @@ def _head(graph: Graph) -> str:
 
 
 def _weight(weight: Weight) -> str:
-    sources = ", ".join(json.dumps(source) for source in weight.sources)
+    rank = len(weight.value.type.shape)
+    sources = ", ".join(json.dumps(name) + _shard(shard, rank) for name, shard in weight.parts)
     return f"weight %{weight.value.name}: {weight.value.type} from {sources}"
+
+
+def _shard(shard: Shard | None, rank: int) -> str:
+    if shard is None:
+        return ""
+    words = ["-"] * rank
+    words[shard.dim] = f"{shard.axis}*{shard.size}"
+    return f" @ ({', '.join(words)})"
 
 
 def _dim(dim: SymDim) -> str:
@@ -91,5 +100,11 @@ def _dim(dim: SymDim) -> str:
 
 
 def _schedule(calls: tuple[Call, ...]) -> str:
-    lines = [f"  {call.graph} {call.layer} {show_attrs(call.attrs)}" for call in calls]
+    lines = [f"  {call.graph} {call.layer} {_call_attrs(call)}" for call in calls]
     return "\n".join(["schedule {", *lines, "}"])
+
+
+def _call_attrs(call: Call) -> str:
+    words = {name: str(value) for name, value in call.attrs.items()}
+    words |= {name: f"{axis}*{factor}" for name, (axis, factor) in call.rank_attrs.items()}
+    return "{" + ", ".join(f"{name}: {words[name]}" for name in sorted(words)) + "}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from k3c.errors import VerifyError
-from k3c.ir.graph import Attr, Graph, LayerAttr, Module, Node, Value
+from k3c.ir.graph import Attr, Graph, LayerAttr, Module, Node, Shard, Value
 from k3c.ir.ops import OPS
 from k3c.ir.printer import node_line, show_node
 from k3c.ir.scanner import snippet
@@ -38,6 +38,7 @@ def verify(module: Module) -> None:
     _verify_mesh(module)
     for graph in module.graphs:
         _verify_heads(graph)
+        _verify_weights(module, graph)
         _verify_nodes(graph, module)
         _verify_outputs(graph)
     _verify_carries(module)
@@ -111,10 +112,34 @@ def _verify_heads(graph: Graph) -> None:
         if value.type.layout != ROW_MAJOR and value.name not in weights:
             what = f"an input has layout {value.type.layout}"
             raise VerifyError(what, where, "only weights have layouts")
+
+
+def _verify_weights(module: Module, graph: Graph) -> None:
+    """Check what weights are made of: names, and the parts that a rank reads."""
+    axes = dict(module.mesh)
     for weight in graph.weights:
+        where = f"graph @{graph.name}, %{weight.value.name}"
         if not weight.sources:
-            where = f"graph @{graph.name}, %{weight.value.name}"
             raise VerifyError("a weight without sources", where, "name its checkpoint tensors")
+        if weight.shards and len(weight.shards) != len(weight.sources):
+            what = f"{len(weight.shards)} shards for {len(weight.sources)} sources"
+            raise VerifyError(what, where, "give one for each source")
+        for source, shard in weight.parts:
+            problem = _shard_problem(shard, weight.value.type, axes) if shard else None
+            if problem:
+                raise VerifyError(problem, f"{where} from {source}", "shard over the mesh")
+
+
+def _shard_problem(shard: Shard, kind: TensorType, axes: dict[str, int]) -> str | None:
+    if shard.axis not in axes:
+        return f"mesh axis {shard.axis} is unknown; the mesh has {', '.join(axes) or 'none'}"
+    if not 0 <= shard.dim < len(kind.shape):
+        return f"dimension {shard.dim} of {kind} is sharded"
+    most = kind.sizes[shard.dim]
+    rows = shard.dim == max(0, len(kind.shape) - 2)  # what several sources share
+    if not 1 <= shard.size <= most or not (rows or shard.size == most):
+        return f"a part of {shard.size} in dimension {shard.dim} of {kind}"
+    return None
 
 
 def _verify_nodes(graph: Graph, module: Module) -> None:
@@ -175,9 +200,21 @@ def _wrong_op(node: Node, module: Module) -> _Finding | None:
             return _Finding(f"attribute {name} is not finite", node.op, "write none for no limit")
     problem = spec.check(node)
     if problem is None:
-        return None
+        return _wrong_axis(node, dict(module.mesh)) if "axis" in node.attrs else None
     value = node.op if problem.operand is None else node.operands[problem.operand].name
     return _Finding(f"{node.op}: {problem.what}", value, "see k3c/ir/ops.py for the op's signature")
+
+
+def _wrong_axis(node: Node, axes: dict[str, int]) -> _Finding | None:
+    """Check a collective against the mesh."""
+    axis = str(node.attrs["axis"])
+    if axis not in axes:
+        known = ", ".join(axes) or "none"
+        return _Finding(f"mesh axis {axis} is unknown", node.op, f"axes of the mesh: {known}")
+    if node.op == "all_gather" and node.results[0].type.shape[0] != axes[axis]:
+        what = f"{node.results[0].type} gathers {axes[axis]} ranks"
+        return _Finding(what, node.results[0].name, "its first dimension counts the ranks")
+    return None
 
 
 def _overwritten(node: Node, overwritten: dict[str, str]) -> _Finding | None:
@@ -233,9 +270,14 @@ def _verify_schedule(module: Module) -> None:
             known = ", ".join(graphs)
             raise VerifyError(f"graph {call.graph} is unknown", where, f"known graphs: {known}")
         for name in layer_attrs(graphs[call.graph]):
-            if name not in call.attrs:
+            if name not in call.attrs and name not in call.rank_attrs:
                 what = f"layer attribute {name} of graph {call.graph} is missing"
                 raise VerifyError(what, where, f"write {{{name}: ...}} behind the call")
+
+        for name, (axis, _) in call.rank_attrs.items():
+            if axis not in dict(module.mesh) or name in call.attrs:
+                what = f"layer attribute {name} is {axis}*..., which the mesh does not define"
+                raise VerifyError(what, where, "use an axis of the mesh, once")
 
 
 def _error(finding: _Finding, graph: Graph, module: Module, index: int) -> VerifyError:

@@ -1,9 +1,11 @@
 """Printing and parsing IR text."""
 
+import re
+
 import pytest
 
 from k3c.errors import ParseError
-from k3c.ir.graph import Call, LayerAttr
+from k3c.ir.graph import Call, LayerAttr, Shard
 from k3c.ir.text import parse, show
 from tests.support.random_graph import RandomGraph
 
@@ -85,7 +87,7 @@ def test_random_modules_round_trip(seed):
         ("neg: -1", "beta: -1", "attribute beta twice", 13, "beta: -1"),
         ("return x=%y, s=%s", "return x=%y", "the head gives", 10, "-> bf16"),
         ("from \"layers.*.w13\"", "from layers", "expected a string", 12, "layers"),
-        ("commit_row: -1", "commit_row: a", "a layer attribute is an integer", 19, "{commit_row"),
+        ("commit_row: -1", "commit_row: a", "a layer attribute is an integer", 19, "a, rows"),
         ("dim Q in", "dim T in", "dimension T twice", 5, "T in"),
     ],
 )  # fmt: skip
@@ -103,3 +105,48 @@ def test_a_parse_error_shows_line_caret_and_what_was_expected(old, new, what, li
 def test_text_that_ends_early_says_so():
     with pytest.raises(ParseError, match="found the end of the text, expected 'return'"):
         parse(TEXT[: TEXT.index("weight")])
+
+
+SHARDED = """k3ir 1
+level mesh
+mesh (tp=4, ep=4)
+dim T in [1, 8]
+
+graph @block(io %x: bf16[T, 32]) -> bf16[T, 12] {
+  weight %w: bf16[12, 32] from "layers.*.q.weight" @ (tp*8, -), "layers.*.a.weight"
+  weight %e: mxfp4[4, 8, 32] from "layers.*.experts.*.w1" @ (ep*4, -, -)
+  %y = linear(%x, %w) : bf16[T, 12]
+  return y=%y
+}
+
+schedule {
+  block 3 {first_expert: ep*4, rows: 1}
+}
+"""
+
+
+def test_parts_of_sources_and_attributes_of_ranks_are_printed_as_parsed():
+    module = parse(SHARDED)
+    assert show(module) == SHARDED
+    weight, experts = module.graphs[0].weights
+    assert weight.shards == (Shard("tp", 0, 8), None)
+    assert experts.shards == (Shard("ep", 0, 4),)
+    assert module.schedule[0].rank_attrs == {"first_expert": ("ep", 4)}
+    assert module.schedule[0].at(3) == {"first_expert": 12, "rows": 1}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("(tp*8, -)", "(tp*8)", "1 of 2 dimensions sharded"),
+        ("(tp*8, -)", "(-, -)", "0 of 2 dimensions sharded"),
+        ("(tp*8, -)", "(tp*8, tp*32)", "2 of 2 dimensions sharded"),
+        ("(tp*8, -)", "(dp*8, -)", "mesh axis dp is unknown"),
+        ("(tp*8, -)", "(tp, -)", "found ',', expected '*'"),
+        ("ep*4, rows", "dp*4, rows", "mesh axis dp is unknown"),
+        ("ep*4, rows: 1", "ep*4, first_expert: 1", "attribute first_expert twice"),
+    ],
+)
+def test_a_wrong_part_is_a_parse_error(old, new, what):
+    with pytest.raises(ParseError, match=re.escape(what)):
+        parse(SHARDED.replace(old, new, 1))

@@ -134,3 +134,43 @@ graph @head(carry %pending: bf16[T, 8]) -> bf16[T, 8] {
         verify(parse(text))
     assert caught.value.what == "carry pending is f32[T, 8] here and bf16[T, 8] in graph @head"
     assert caught.value.where == "graph @prologue"
+
+
+SHARDED = """k3ir 1
+level mesh
+mesh (tp=4, ep=4)
+dim T in [1, 8]
+
+graph @block(io %x: bf16[T, 32]) -> bf16[T, 12], bf16[4, T, 12] {
+  weight %w: bf16[12, 32] from "layers.*.q.weight" @ (tp*8, -), "layers.*.a.weight"
+  %y = linear(%x, %w) : bf16[T, 12]
+  %s = all_reduce(%y) {axis: tp} : bf16[T, 12]
+  %g = all_gather(%s) {axis: tp} : bf16[4, T, 12]
+  return s=%s, g=%g
+}
+
+schedule {
+  block 3 {first_expert: ep*4}
+}
+"""
+
+
+def test_a_sharded_module_passes():
+    verify(parse(SHARDED))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("(tp*8, -)", "(tp*13, -)", "a part of 13 in dimension 0"),
+        ("(tp*8, -)", "(-, tp*8)", "a part of 8 in dimension 1"),
+        ("all_reduce(%y) {axis: tp}", "all_reduce(%y) {axis: dp}", "mesh axis dp is unknown"),
+        ("all_reduce(%y) {axis: tp}", "all_reduce(%y, %y) {axis: tp}", "1 results"),
+        ("bf16[4, T, 12]", "bf16[4, T, 8]", "expected [ranks, ...]"),
+        ("bf16[4, T, 12]", "bf16[3, T, 12]", "gathers 4 ranks"),
+    ],
+)
+def test_a_broken_rule_of_the_mesh_is_found(old, new, what):
+    with pytest.raises(VerifyError) as caught:
+        verify(parse(SHARDED.replace(old, new)))
+    assert what in caught.value.what

@@ -151,6 +151,8 @@ def _call(node: Node, operands: list[Any], layer: Mapping[str, int]) -> tuple[Te
         attrs["result_dtypes"] = [r.type.dtype.name for r in node.results]
     if node.op in products:
         attrs["widths"] = [r.type.shape[-1] for r in node.results]
+    if node.op == "join_columns":
+        attrs["columns"] = node.results[0].type.shape[-1]
     if node.op == "mla_attend":
         attrs.setdefault("latent_dim", node.results[0].type.shape[-1])
     results = REFERENCE[node.op](*operands, **attrs)

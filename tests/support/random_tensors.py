@@ -51,8 +51,8 @@ def weights_from(sources: Mapping[str, Operand], graph: Graph) -> Weights:
 
 
 def layer_attrs_of(module: Module, graph: Graph) -> Mapping[str, int]:
-    """Return the layer attributes of the last call of a graph; 1 for each without a schedule."""
-    calls = [call.attrs for call in module.schedule if call.graph == graph.name]
+    """Return the last call's layer attributes at rank 0; 1 for each without a schedule."""
+    calls = [call.at(0) for call in module.schedule if call.graph == graph.name]
     return calls[-1] if calls else dict.fromkeys(layer_attrs(graph), 1)
 
 

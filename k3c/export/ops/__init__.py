@@ -45,6 +45,7 @@ from k3c.export.ops.sharded import (
     all_gather,
     all_reduce,
     dispatch,
+    join_columns,
     local_embed,
     route_dispatch,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_linear",
     "internal_dtype",
+    "join_columns",
     "kda",
     "kda_chunkwise",
     "kda_fb",

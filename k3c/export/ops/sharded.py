@@ -126,9 +126,18 @@ def all_reduce(*parts: Tensor, axis: str) -> tuple[Tensor, ...]:
 
 
 @reference("all_gather")
-def all_gather(part: Tensor, *, axis: str, dim: int) -> Tensor:
-    """Return the parts of the ranks of `axis` one after the other in `dim`; here of one rank."""
-    return part
+def all_gather(part: Tensor, *, axis: str) -> Tensor:
+    """Return the parts of the ranks of `axis`, stacked in order of rank; here of one rank."""
+    return part[None]
+
+
+@reference("join_columns")
+def join_columns(parts: Tensor, *, columns: int) -> Tensor:
+    """Return A[T, columns]: the columns of parts A[R, T, N], part after part; the rest is padding.
+
+    `columns` is the width of the IR result.
+    """
+    return parts.transpose(0, 1).flatten(1)[:, :columns].contiguous()
 
 
 @reference("advance")
