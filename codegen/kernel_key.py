@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -20,16 +21,22 @@ from k3c.targets.target import Target
 
 Constants = Mapping[str, Constant]
 
-# Its passes and options are the flags of the code generator.
-_LOWERING = Path(__file__).with_name("tvm_lower.py")
+# Their passes and options are the flags of the code generators.
+_LOWERING = {
+    "cpu": Path(__file__).with_name("tvm_lower.py"),
+    "cuda": Path(__file__).with_name("triton_aot.py"),
+    "hip": Path(__file__).with_name("triton_aot.py"),
+}
 
 _OURS = "k3c.codegen"
 _SYMBOL_HEX_DIGITS = 12
 
 
 @cache
-def toolchain() -> Mapping[str, str]:
-    """Return the versions of the tools that the machine code depends on."""
+def toolchain(kind: str) -> Mapping[str, str]:
+    """Return the versions of the tools that the machine code of a kind of target depends on."""
+    if kind != "cpu":
+        return {"triton": version("triton")}
     import tvm
 
     llvm_major = tvm.get_global_func("target.llvm_version_major")
@@ -53,28 +60,42 @@ def _code(path: Path) -> str:
     return ast.dump(_tree(path))
 
 
-def kernel_key(template: Template, constants: Constants, target: Target) -> str:
+@dataclass(frozen=True)
+class KernelRequest:
+    """A kernel that a plan calls: its template, which of its stages, and the constants."""
+
+    template: Template
+    constants: Constants = field(default_factory=dict)
+    stage: str = ""
+
+    @property
+    def name(self) -> str:
+        """Template and stage, the start of the kernel's symbol."""
+        return f"{self.template.name}_{self.stage}" if self.stage else self.template.name
+
+
+def kernel_key(request: KernelRequest, target: Target) -> str:
     """Return the key of one kernel: sha256 in hex.
 
     Args:
-        template: The template; the source of the module that defines its class is part of the key.
-        constants: Its compile-time constants.
+        request: The kernel; the source of the module that defines its template's class is part of
+            the key.
         target: The device; its CPU name and features decide the code.
     """
     parts = {
-        "template": template.name,
-        "source": source_text(type(template).__module__),
-        "constants": dict(constants),
+        "template": request.name,
+        "source": source_text(type(request.template).__module__),
+        "constants": dict(request.constants),
         "arch": [target.kind, target.arch, target.mcpu, target.lanes, *target.features],
-        "lowering": _code(_LOWERING),
-        "toolchain": dict(toolchain()),
+        "lowering": _code(_LOWERING[target.kind]),
+        "toolchain": dict(toolchain(target.kind)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def kernel_symbol(template_name: str, key: str) -> str:
-    """Return the name of a kernel in the shared object, without the packed-call prefix."""
-    return f"{template_name}_{key[:_SYMBOL_HEX_DIGITS]}"
+def kernel_symbol(request: KernelRequest, target: Target) -> str:
+    """Return the kernel's name, unique in an artifact."""
+    return f"{request.name}_{kernel_key(request, target)[:_SYMBOL_HEX_DIGITS]}"
 
 
 def _closure(module_name: str) -> set[str]:

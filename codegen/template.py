@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,9 @@ def local_experts(node: Node, total: int) -> int:
 
 def _family(type_: TensorType) -> LayoutFamily:
     # The modules that own layouts register them when they are imported.
-    import_module("k3c.codegen.templates.tvm")
+    for compiler in ("tvm", "triton"):
+        if find_spec(compiler) is not None:
+            import_module(f"k3c.codegen.templates.{compiler}")
     name = type_.layout.name.partition(".")[0]
     if name not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))

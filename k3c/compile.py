@@ -26,11 +26,11 @@ from k3c.artifact import (
 )
 from k3c.artifact_dir import KERNELS_FILE, LIBRARY_FOLDER, PASSES_FILE, TOKENIZER_FOLDER
 from k3c.artifact_writer import ArtifactWriter
-from k3c.codegen.kernel_key import kernel_key, kernel_symbol
+from k3c.codegen.kernel_key import KernelRequest, kernel_symbol
 from k3c.codegen.runtime_libraries import runtime_libraries
 from k3c.codegen.template import packed_nbytes
 from k3c.codegen.templates.tvm import CPU_TEMPLATES
-from k3c.codegen.tvm_build import KernelRequest, build_library
+from k3c.codegen.tvm_build import build_library
 from k3c.console import Console
 from k3c.errors import ConfigError, PlanError
 from k3c.export.exporter import Compute, export_model
@@ -46,7 +46,7 @@ from k3c.passes.schedule import run as schedule
 from k3c.passes.select_kernels import Selected
 from k3c.passes.select_kernels import run as select_kernels
 from k3c.passes.weight_table import weight_table
-from k3c.targets.catalogue import Catalogue, Constant, Template
+from k3c.targets.catalogue import Catalogue, Stage, Template
 from k3c.targets.target import Target, load_target
 from k3c.weights import WeightPacker
 
@@ -178,7 +178,7 @@ def _plan(module: Module, cache: CacheInfo, target: Target) -> _Planned:
     selections = [select_kernels(module, b, catalogue, target) for b in make_buckets(cache)]
     table = weight_table(selections, packed_nbytes)
     plans = tuple(build_plan(schedule(s), table, _symbol) for s in selections)
-    requests = {r.kernel(target, "").symbol: r for s in selections for r in _requests(s)}
+    requests = {kernel_symbol(r, target): r for s in selections for r in _requests(s)}
     ordered = tuple(requests[symbol] for symbol in sorted(requests))
     _check_fits(plans, target)
     return _Planned(target, cache, plans, table.entries, ordered)
@@ -204,16 +204,17 @@ def _check_fits(plans: Sequence[Plan], target: Target) -> None:
         raise PlanError(what, f"{target.name}: {where} GiB", hint)
 
 
-def _symbol(template: Template, constants: Mapping[str, Constant], target: Target) -> str:
-    return kernel_symbol(template.name, kernel_key(template, constants, target))
+def _symbol(template: Template, stage: Stage, target: Target) -> str:
+    return kernel_symbol(KernelRequest(template, stage.constants, stage.name), target)
 
 
 def _requests(selected: Selected) -> list[KernelRequest]:
     return [
-        KernelRequest(template, template.constants(node, selected.target))
+        KernelRequest(template, stage.constants, stage.name)
         for graph in selected.module.graphs
         for node in graph.nodes
         for template in (selected.template(graph, node),)
+        for stage in template.stages(node, selected.target)
     ]
 
 

@@ -29,10 +29,10 @@ from k3c.passes.schedule import Scheduled
 from k3c.passes.select_kernels import Selected
 from k3c.passes.weight_table import WeightTable
 from k3c.plan_check import require
-from k3c.targets.catalogue import Constant, Template
+from k3c.targets.catalogue import Stage, Template
 from k3c.targets.target import Target
 
-KernelSymbol = Callable[[Template, Mapping[str, Constant], Target], str]
+KernelSymbol = Callable[[Template, Stage, Target], str]
 STATE_SPACES: tuple[Space, ...] = ("kv_pages", "state_slots")
 IO_DTYPES = ("i32", "i64", "f32")
 
@@ -63,7 +63,7 @@ def run(scheduled: Scheduled, weights: WeightTable, kernel_symbol: KernelSymbol)
     Args:
         scheduled: The bucket's module in launch order.
         weights: Places of all weights, the same for all buckets.
-        kernel_symbol: Names the kernel that a template makes with some constants.
+        kernel_symbol: Names the kernel that a stage of a template launches.
 
     Raises:
         PassError: A value is read after it was overwritten, or a carry is lost.
@@ -115,9 +115,10 @@ def _body(
         if workspace:
             args.append(f"{graph.name}.{node.results[0].name}.workspace")
             scratch[args[-1]] = workspace
-        constants = template.constants(node, selected.target)
-        symbol = kernel_symbol(template, constants, selected.target)
-        commands.append(_launch(node, template, symbol, args, assignment))
+        for stage in template.stages(node, selected.target):
+            symbol = kernel_symbol(template, stage, selected.target)
+            launch = _Launch(symbol, stage.grid, _scalars(template, node))
+            commands.append(_command(node, launch, args, assignment))
     commands += [_copy(to, source, assignment) for to, source in assignment.copies]
     return _Body(graph, assignment, _chained(commands), scratch, _spans(commands))
 
@@ -128,25 +129,36 @@ def _buffer_args(node: Node, assignment: Assignment) -> list[str]:
     return [assignment.owner[value.name] for value in (*node.operands, *results)]
 
 
-def _launch(
-    node: Node, template: Template, symbol: str, args: list[str], assignment: Assignment
-) -> Command:
-    owner = assignment.owner
-    scalars = tuple(
+@dataclass(frozen=True)
+class _Launch:
+    """What one stage of a template launches; its buffers are those of the node."""
+
+    symbol: str
+    grid: tuple[int, ...]
+    scalars: tuple[Arg, ...]
+
+
+def _scalars(template: Template, node: Node) -> tuple[Arg, ...]:
+    return tuple(
         Arg(layer_attr=value.name) if isinstance(value, LayerAttr) else Arg(value=value)
         for _, value in template.scalars(node)
     )
+
+
+def _command(node: Node, launch: _Launch, args: list[str], assignment: Assignment) -> Command:
+    owner = assignment.owner
     reads = dict.fromkeys(owner[v.name] for v in node.operands)
     written = [owner[v.name] for v in node.results]
     # What is neither an operand nor a result is the workspace.
     written += [a for a in args if a not in reads and a not in written]
     return Command(
         kind="launch",
-        kernel=symbol,
-        args=(*(Arg(buffer=name) for name in args), *scalars),
+        kernel=launch.symbol,
+        args=(*(Arg(buffer=name) for name in args), *launch.scalars),
         reads=tuple(reads),
         writes=tuple(dict.fromkeys(written)),
         label=f"{node.op} -> %{node.results[0].name}",
+        grid=launch.grid,
     )
 
 
@@ -326,5 +338,5 @@ def _estimates(selected: Selected) -> dict[str, int]:
     target = selected.target
     # 1 GB/s moves 1,000 bytes a microsecond; 1 GFLOP/s computes 1,000 operations.
     moving_us = (totals["read_bytes"] + totals["write_bytes"]) / (target.bandwidth_gbs * 1e3)
-    computing_us = totals["flops"] / (target.f32_gflops * 1e3)
+    computing_us = totals["flops"] / (target.peak_gflops * 1e3)
     return {**totals, "floor_us": round(max(moving_us, computing_us))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from k3c.ir.graph import LayerAttr, Node
 from k3c.ir.refusal import Refusal
@@ -25,8 +25,25 @@ class Cost:
     flops: int
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One launch of a template.
+
+    Attributes:
+        name: Names the kernel within the template; empty where there is only one.
+        constants: Compile-time constants; two stages with equal ones share a kernel.
+        grid: Blocks along x, y and z; empty on a CPU, whose kernels loop themselves.
+    """
+
+    name: str
+    constants: Mapping[str, Constant]
+    grid: tuple[int, ...] = ()
+
+
 class Template(Protocol):
-    """A kernel template: one way to implement one op on a target.
+    """A kernel template: one way to implement one op on a target, in one launch or several.
+
+    All its launches take the same arguments, and run one after another.
 
     The shapes of a node given to it are bound integers. `reference` is the op's name in
     `k3c.export.ops`, against which tests compare the kernel.
@@ -58,24 +75,20 @@ class Template(Protocol):
         """
         ...
 
-    def constants(self, node: Node, target: Target) -> Mapping[str, Constant]:
-        """Return the compile-time constants; two nodes with equal ones share a kernel."""
+    def stages(self, node: Node, target: Target) -> tuple[Stage, ...]:
+        """Return the launches in order."""
         ...
 
     def scalars(self, node: Node) -> tuple[Scalar, ...]:
-        """Return the int64 arguments in order: a name, and a number or a layer attribute."""
+        """Return the integer arguments in order: a name, and a number or a layer attribute."""
         ...
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
-        """Return the bytes of scratch that one launch needs; planned as part of the arena."""
+        """Return the bytes of scratch that the launches share; planned as part of the arena."""
         ...
 
     def cost(self, node: Node, target: Target) -> Cost:
-        """Return what one launch costs, for the plan's estimates."""
-        ...
-
-    def build(self, constants: Mapping[str, Constant], target: Target) -> Any:
-        """Return the kernel as a function of the code generator."""
+        """Return what the launches cost together, for the plan's estimates."""
         ...
 
 

@@ -22,14 +22,16 @@ class Target:
     Attributes:
         name: Name of its toml file.
         kind: Which driver runs it.
-        arch: Machine architecture, as `platform.machine()` spells it.
-        mcpu: CPU name for the code generator.
-        lanes: f32 elements of a vector register.
+        arch: Machine architecture as `platform.machine()` spells it; sm_90a, gfx950.
+        mcpu: CPU name for the code generator; a GPU's compute capability or arch.
+        lanes: f32 elements of a vector register; threads of a warp.
         features: CPU flags that the kernels need, as /proc/cpuinfo spells them, sorted.
-        cores: Cores that the rates below are for.
+        cores: Cores that the rates below are for; multiprocessors.
         bandwidth_gbs: Memory read bandwidth, GB/s.
-        f32_gflops: Float32 peak, GFLOP/s.
+        peak_gflops: Peak of matrix products, GFLOP/s: float32 on a CPU, dense bfloat16 on a GPU.
         memory_bytes: Memory that a plan may use, bytes.
+        shared_bytes: Shared memory that a block may use, bytes; 0 on a CPU.
+        min_driver: Oldest driver that loads the kernels; empty on a CPU.
     """
 
     name: str
@@ -40,8 +42,10 @@ class Target:
     features: tuple[str, ...]
     cores: int
     bandwidth_gbs: float
-    f32_gflops: float
+    peak_gflops: float
     memory_bytes: int
+    shared_bytes: int = 0
+    min_driver: str = ""
 
 
 def known_targets() -> tuple[str, ...]:
@@ -90,7 +94,8 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _target(name: str, data: dict[str, Any]) -> Target:
-    expected = {f.name for f in fields(Target)} - {"name"}
-    assert data.keys() == expected, f"{name}.toml: keys {sorted(data)}, need {sorted(expected)}"
+    known = {f.name for f in fields(Target)} - {"name"}
+    needed = known - ({"shared_bytes", "min_driver"} if data["kind"] == "cpu" else set())
+    assert needed <= data.keys() <= known, f"{name}.toml: keys {sorted(data)}, need {sorted(known)}"
     values: dict[str, Any] = {**data, "name": name, "features": tuple(sorted(data["features"]))}
     return Target(**values)

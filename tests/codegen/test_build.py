@@ -15,12 +15,13 @@ from tvm.script import tirx as T
 from k3c.artifact import SPACES, Arg, Bucket, Buffer, Command, LayerCall, Plan
 from k3c.codegen import kernel_key as kernel_key_module
 from k3c.codegen import object_cache
-from k3c.codegen.kernel_key import kernel_key, kernel_symbol
+from k3c.codegen.kernel_build import build_kernel
+from k3c.codegen.kernel_key import KernelRequest, kernel_key, kernel_symbol
 from k3c.codegen.templates.tvm import CPU_TEMPLATES
 from k3c.codegen.templates.tvm.grouped_gemm import GROUPED_DECODE, GROUPED_PREFILL
 from k3c.codegen.templates.tvm.linear import LINEAR_DECODE
 from k3c.codegen.templates.tvm.linear_gemm import LINEAR_PREFILL
-from k3c.codegen.tvm_build import KernelRequest, build_kernel, build_library
+from k3c.codegen.tvm_build import build_library
 from k3c.errors import CodegenError, DeviceFault
 from k3c.ir.graph import Node
 from k3c.targets.target import Target, load_target
@@ -61,7 +62,7 @@ class Broken(Scale):
 
 
 SCALE = KernelRequest(Scale(), {"n": 16})
-SYMBOL = SCALE.kernel(AVX2, "").symbol
+SYMBOL = kernel_symbol(SCALE, AVX2)
 
 
 def plan_of(factors: tuple[int, ...], entry: str = "decode_b1") -> Plan:
@@ -132,25 +133,26 @@ def test_two_builds_are_byte_identical(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_bf16_and_f32_of_one_kernel_have_two_keys_and_two_symbols() -> None:
     kernels = [KernelRequest(LINEAR_PREFILL, constants_of(d, AVX2)) for d in ("bf16", "f32")]
-    first, second = (k.kernel(AVX2, "") for k in kernels)
-    assert first.key != second.key
-    assert first.symbol != second.symbol
-    assert kernel_symbol("linear_prefill", first.key) == first.symbol
+    keys, symbols = ({f(k, AVX2) for k in kernels} for f in (kernel_key, kernel_symbol))
+    assert len(keys) == len(symbols) == 2
+    assert all(symbol.startswith("linear_prefill_") for symbol in symbols)
 
 
 def test_constants_target_and_source_are_part_of_the_key() -> None:
     constants = constants_of("bf16", AVX2)
+    prefill = KernelRequest(LINEAR_PREFILL, constants)
     keys = {
-        kernel_key(LINEAR_PREFILL, constants, AVX2),
-        kernel_key(LINEAR_PREFILL, constants, AVX512),
-        kernel_key(LINEAR_PREFILL, constants, replace(AVX2, features=("avx2",))),
-        kernel_key(LINEAR_PREFILL, {**constants, "inner": 97}, AVX2),
-        kernel_key(LINEAR_DECODE, constants, AVX2),
-        kernel_key(GROUPED_PREFILL, constants, AVX2),
+        kernel_key(prefill, AVX2),
+        kernel_key(prefill, AVX512),
+        kernel_key(prefill, replace(AVX2, features=("avx2",))),
+        kernel_key(KernelRequest(LINEAR_PREFILL, {**constants, "inner": 97}), AVX2),
+        kernel_key(KernelRequest(LINEAR_DECODE, constants), AVX2),
+        kernel_key(KernelRequest(GROUPED_PREFILL, constants), AVX2),
+        kernel_key(KernelRequest(LINEAR_PREFILL, constants, "merge"), AVX2),
     }
-    assert len(keys) == 6
+    assert len(keys) == 7
     # Rates are for estimates; they do not change the code.
-    assert kernel_key(LINEAR_PREFILL, constants, replace(AVX2, bandwidth_gbs=1.0)) in keys
+    assert kernel_key(prefill, replace(AVX2, bandwidth_gbs=1.0)) in keys
 
 
 def test_comments_and_line_breaks_are_no_part_of_the_key_and_numbers_are(tmp_path: Path) -> None:

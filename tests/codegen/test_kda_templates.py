@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from k3c.codegen.kernel_build import build_kernel
+from k3c.codegen.kernel_key import KernelRequest
 from k3c.codegen.template import pack, packed_nbytes, unpack
 from k3c.codegen.templates.tvm import kda_decode, kda_prefill, sample, token_logprob
-from k3c.codegen.tvm_build import KernelRequest, build_kernel
 from k3c.ir.types import F32, Layout, TensorType
 from k3c.targets.target import load_target
 from tests.support.kda_case import KdaCase

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 import torch
 
+from k3c.codegen.kernel_build import build_kernel
+from k3c.codegen.kernel_key import KernelRequest
 from k3c.codegen.template import pack, unpack
 from k3c.codegen.templates.tvm.mla_absorb import TEMPLATES
-from k3c.codegen.tvm_build import KernelRequest, build_kernel
 from k3c.errors import CodegenError
 from k3c.targets.target import load_target
 from tests.support.kernel_runner import check, node, value, with_layouts

@@ -10,7 +10,7 @@ import ctypes
 import importlib.util
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3c.codegen.kernel_key import kernel_key, kernel_symbol
+from k3c.codegen.kernel_build import build_kernel
+from k3c.codegen.kernel_key import KernelRequest, kernel_symbol
 from k3c.codegen.template import pack, packed_nbytes
-from k3c.codegen.tvm_build import KernelRequest, build_kernel, link
+from k3c.codegen.tvm_build import link
 from k3c.export.ops import REFERENCE
-from k3c.ir.graph import LayerAttr, Node, Value
+from k3c.ir.graph import LayerAttr, Node
 from k3c.ir.ops import OPS
-from k3c.ir.types import DTYPES, Layout, TensorType
+from k3c.ir.types import TensorType
 from k3c.targets.catalogue import Template
 from k3c.targets.target import Target, load_target
+from tests.support.nodes import TORCH, Operand, compare, node, to_numpy, value, with_layouts
+
+__all__ = ["check", "compare", "node", "run", "value", "with_layouts"]
 
 GUARD_BYTES = 192
 NAN_BYTE = 0xFF
-_TORCH = {
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "i32": torch.int32,
-    "i64": torch.int64,
-    "u8": torch.uint8,
-}
-_NAMES = {v: k for k, v in _TORCH.items()}
-Operand = Tensor | tuple[Tensor, Tensor]
 
 
 class AnyValue(ctypes.Structure):
@@ -64,29 +59,6 @@ class GuardedBuffer:
         """Assert that the guards are as they were."""
         assert (self._before == NAN_BYTE).all(), f"{what}: written before its first byte"
         assert (self._after == NAN_BYTE).all(), f"{what}: written past its last byte"
-
-
-def value(name: str, dtype: str, *shape: int, layout: str = "row_major") -> Value:
-    """Return a value of an IR type."""
-    return Value(name, TensorType(DTYPES[dtype], shape, Layout(layout)))
-
-
-def node(
-    op: str, tensors: Sequence[Operand], results: Sequence[tuple[Any, ...]], **attrs: Any
-) -> Node:
-    """Return a node whose operand types are those of `tensors`; results are (dtype, *shape)."""
-    operands = tuple(_value_of(f"x{i}", t) for i, t in enumerate(tensors))
-    made = tuple(value(f"y{i}", r[0], *r[1:]) for i, r in enumerate(results))
-    return Node(op, operands, made, attrs)
-
-
-def with_layouts(template: Template, n: Node, target: Target) -> Node:
-    """Return the node with the layouts that the template asks for on its operands."""
-    operands = list(n.operands)
-    for index, name in template.layouts(n, target).items():
-        old = operands[index]
-        operands[index] = Value(old.name, replace(old.type, layout=Layout(name)))
-    return replace(n, operands=tuple(operands))
 
 
 @dataclass(frozen=True)
@@ -176,23 +148,9 @@ def check(
     return got
 
 
-def compare(what: str, got: Tensor, want: Tensor, bound: float) -> None:
-    """Assert equal integers, or floats within max|diff| / max|ref| <= bound."""
-    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
-    if not got.dtype.is_floating_point:
-        assert torch.equal(got, want.to(got.dtype)), f"{what}: integers differ"
-        return
-    a, b = got.double(), want.double()
-    assert torch.isfinite(a).all(), f"{what}: {int((~torch.isfinite(a)).sum())} values not finite"
-    scale = float(b.abs().max()) if b.numel() else 0.0
-    error = float((a - b).abs().max()) if b.numel() else 0.0
-    limit = bound * (scale or 1.0)
-    assert error <= limit, f"{what}: error {error:.3g} > {limit:.3g} (bound {bound:.3g})"
-
-
 def load_kernel(template: Template, constants: Mapping[str, Any], target: Target) -> Any:
     """Return the kernel as a ctypes function."""
-    symbol = kernel_symbol(template.name, kernel_key(template, constants, target))
+    symbol = kernel_symbol(KernelRequest(template, constants), target)
     items = tuple(sorted(constants.items()))
     function = getattr(_library(template, items, target, symbol), f"__tvm_ffi_{symbol}")
     function.restype = ctypes.c_int32
@@ -239,30 +197,16 @@ def _in_place(n: Node) -> Mapping[int, int]:
 
 def _operand_buffer(type_: TensorType, operand: Operand) -> GuardedBuffer:
     tensors = operand if isinstance(operand, tuple) else (operand,)
-    packed = pack(type_, [_to_numpy(t) for t in tensors])
+    packed = pack(type_, [to_numpy(t) for t in tensors])
     assert packed.nbytes == packed_nbytes(type_), f"{type_}: {packed.nbytes} bytes"
     buffer = GuardedBuffer(packed.nbytes)
     buffer.data[:] = packed
     return buffer
 
 
-def _to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    return tensor.numpy()
-
-
 def _to_tensor(type_: TensorType, buffer: GuardedBuffer) -> Tensor:
     flat = torch.from_numpy(buffer.data.copy())
-    return flat.view(_TORCH[type_.dtype.name]).view(type_.sizes)
-
-
-def _value_of(name: str, operand: Operand) -> Value:
-    if isinstance(operand, tuple):
-        *lead, half = operand[0].shape
-        return value(name, "mxfp4", *lead, 2 * half)
-    return value(name, _NAMES[operand.dtype], *operand.shape)
+    return flat.view(TORCH[type_.dtype.name]).view(type_.sizes)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from k3c.ir.refusal import Refusal
 from k3c.ir.text import parse
 from k3c.passes import build_plan, schedule, select_kernels
 from k3c.passes.weight_table import weight_table
-from k3c.targets.catalogue import Catalogue, Cost
+from k3c.targets.catalogue import Catalogue, Cost, Stage
 from k3c.targets.target import load_target
 
 TARGET = load_target("cpu-avx2")
@@ -160,8 +160,8 @@ class FakeTemplate:
     def layouts(self, node, target):
         return {1: self.layout} if self.layout else {}
 
-    def constants(self, node, target):
-        return {"width": node.results[0].type.sizes[-1]}
+    def stages(self, node, target):
+        return (Stage("", {"width": node.results[0].type.sizes[-1]}),)
 
     def scalars(self, node):
         layer = [(k, v) for k, v in sorted(node.attrs.items()) if isinstance(v, LayerAttr)]
@@ -174,9 +174,6 @@ class FakeTemplate:
         return Cost(
             sum(v.type.nbytes for v in node.operands), sum(v.type.nbytes for v in node.results), 1
         )
-
-    def build(self, constants, target):
-        raise AssertionError("the passes build nothing")
 
 
 OPS = ("embed", "attn_res_norm", "kda", "mla_append", "mla_absorb_q", "mla_attend", "mla_absorb_v")
@@ -205,8 +202,8 @@ def packed_bytes(kind) -> int:
     return -(-kind.nbytes // 256) * 256 if str(kind.layout) != "row_major" else kind.nbytes
 
 
-def kernel_symbol(template, constants, target) -> str:
-    return f"{template.name}-{target.name}-{sorted(constants.items())}"
+def kernel_symbol(template, stage, target) -> str:
+    return f"{template.name}-{target.name}-{sorted(stage.constants.items())}"
 
 
 def plans(*names: str, source: Module | None = None) -> list[Plan]:

@@ -10,11 +10,16 @@ AVX2 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
-@pytest.mark.parametrize("name", ["cpu-avx2", "cpu-avx512"])
+GPUS = ("b200", "b300", "gb300", "h200", "mi355x")
+
+
+@pytest.mark.parametrize("name", ["cpu-avx2", "cpu-avx512", *GPUS])
 def test_an_explicit_target_loads_on_any_machine(name):
     target = load_target(name, flags=frozenset())
     assert target.name == name
-    assert target.kind == "cpu"
+    assert (target.kind == "cpu") == (name not in GPUS)
+    assert (target.shared_bytes > 0) == (name in GPUS)
+    assert bool(target.min_driver) == (name in GPUS)
     assert target.features == tuple(sorted(target.features))
     assert min(target.lanes, target.cores, target.memory_bytes, target.bandwidth_gbs) > 0
 
@@ -37,12 +42,15 @@ def test_a_machine_without_avx2_or_fma_is_refused_by_what_it_lacks(missing):
 
 @pytest.mark.parametrize("name", ["gpu", "cpu-avx", "../cpu", "", "CPU"])
 def test_an_unknown_target_lists_the_known_ones(name):
-    with pytest.raises(ConfigError, match="known targets: cpu, cpu-avx2, cpu-avx512"):
+    with pytest.raises(
+        ConfigError,
+        match="known targets: b200, b300, cpu, cpu-avx2, cpu-avx512, gb300, h200, mi355x",
+    ):
         load_target(name)
 
 
 def test_every_file_is_a_target():
-    assert known_targets() == ("cpu", "cpu-avx2", "cpu-avx512")
+    assert known_targets() == ("b200", "b300", "cpu", "cpu-avx2", "cpu-avx512", *GPUS[2:])
 
 
 def test_flags_come_from_the_first_processor(tmp_path):

@@ -32,6 +32,7 @@ from k3c.codegen.templates.tvm.grouped_common import (
 from k3c.codegen.templates.tvm.mxfp4_decode import decode_code, magnitude_table
 from k3c.codegen.templates.tvm.mxfp4_layout import CODES_PER_WORD, WORDS_PER_BLOCK
 from k3c.codegen.templates.tvm.panel_layout import HALVES
+from k3c.codegen.templates.tvm.single_launch import SingleLaunch
 from k3c.codegen.templates.tvm.vector import B, put, span, splat
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
@@ -48,7 +49,7 @@ _TILE_ROWS = {8: 6, 16: 12}
 _WORKERS = 32
 
 
-class _Grouped:
+class _Grouped(SingleLaunch):
     """What both templates answer alike."""
 
     op = "grouped_gemm"

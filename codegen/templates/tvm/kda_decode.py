@@ -32,6 +32,7 @@ from k3c.codegen.templates.tvm.kda_parts import (
     log_decay,
     write_output,
 )
+from k3c.codegen.templates.tvm.single_launch import SingleLaunch
 from k3c.codegen.templates.tvm.vector import exp, expm1, hold, sigmoid, span, splat, widen
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
@@ -39,7 +40,7 @@ from k3c.targets.catalogue import Constant, Cost, Scalar
 from k3c.targets.target import Target
 
 
-class KdaDecode:
+class KdaDecode(SingleLaunch):
     """`kda` for buckets with one row a segment."""
 
     name = "kda_decode"

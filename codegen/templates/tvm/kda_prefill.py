@@ -38,6 +38,7 @@ from k3c.codegen.templates.tvm.kda_parts import (
     log_decay,
     write_output,
 )
+from k3c.codegen.templates.tvm.single_launch import SingleLaunch
 from k3c.codegen.templates.tvm.vector import exp, expm1, hold, sigmoid, span, splat, widen
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
@@ -85,7 +86,7 @@ class _Scratch:
         return at
 
 
-class KdaPrefill:
+class KdaPrefill(SingleLaunch):
     """`kda` for buckets with more rows than segments."""
 
     name = "kda_prefill"

@@ -25,6 +25,7 @@ from k3c.codegen.templates.tvm.linear_node import (
     refuse_linear,
     x_workspace_bytes,
 )
+from k3c.codegen.templates.tvm.single_launch import SingleLaunch
 from k3c.codegen.templates.tvm.vector import B
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
@@ -38,7 +39,7 @@ _ROWS_IN_REGISTERS = {8: 5, 16: 8}
 _UNROLL = {1: 4, 2: 2, 3: 2}
 
 
-class LinearDecode:
+class LinearDecode(SingleLaunch):
     """`linear` specialised on up to 8 rows."""
 
     name = "linear_decode"

@@ -23,6 +23,7 @@ from k3c.codegen.templates.tvm.linear_node import (
     refuse_linear,
     x_workspace_bytes,
 )
+from k3c.codegen.templates.tvm.single_launch import SingleLaunch
 from k3c.codegen.templates.tvm.vector import B
 from k3c.ir.graph import Node
 from k3c.ir.refusal import Refusal
@@ -33,7 +34,7 @@ from k3c.targets.target import Target
 _TILE_ROWS = {8: 6, 16: 12}
 
 
-class LinearPrefill:
+class LinearPrefill(SingleLaunch):
     """`linear` with rows as a run-time integer."""
 
     name = "linear_prefill"

@@ -18,6 +18,7 @@ from tvm.tirx.script import builder
 
 from k3c.codegen.template import padded, refuse_dtype, result_bytes
 from k3c.codegen.templates.tvm.mla_absorb_layout import HALVES, AbsorbLayout, parse_absorb_layout
+from k3c.codegen.templates.tvm.single_launch import SingleLaunch
 from k3c.codegen.templates.tvm.vector import (
     bits,
     narrow,
@@ -106,7 +107,7 @@ class AbsorbShape:
         )
 
 
-class _MlaAbsorb:
+class _MlaAbsorb(SingleLaunch):
     """What the two templates share; `half` names the layout."""
 
     half: str

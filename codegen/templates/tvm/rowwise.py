@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from k3c.codegen.template import operand_bytes, result_bytes
+from k3c.codegen.templates.tvm.single_launch import SingleLaunch
 from k3c.ir.graph import Node
 from k3c.targets.catalogue import Cost, Scalar
 from k3c.targets.target import Target
 
 
-class RowTemplate:
+class RowTemplate(SingleLaunch):
     """Defaults of a template whose rows are a run-time integer and that packs no weight."""
 
     def layouts(self, node: Node, target: Target) -> Mapping[int, str]:

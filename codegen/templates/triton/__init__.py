@@ -1,0 +1,12 @@
+"""Templates for GPUs, in order of preference within an op."""
+
+from __future__ import annotations
+
+from k3c.codegen.templates.triton import embed, linear_decode, linear_gemm
+from k3c.targets.catalogue import Template
+
+GPU_TEMPLATES: tuple[Template, ...] = (
+    *linear_decode.TEMPLATES,
+    *linear_gemm.TEMPLATES,
+    *embed.TEMPLATES,
+)

@@ -1,0 +1,127 @@
+"""What all Triton templates share: stages from constexprs, argument types, the tuning table.
+
+A `@triton.jit` function takes the operands in order, the results that are not in place, the
+workspace where there is one, and the scalars as 32-bit integers; then its constexprs. Every stage
+of a template takes all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from k3c.codegen.template import operand_bytes, result_bytes
+from k3c.codegen.triton_aot import TYPES, encode
+from k3c.codegen.tuning import Config, tuned
+from k3c.ir.graph import Node
+from k3c.ir.ops import OPS
+from k3c.ir.refusal import Refusal
+from k3c.targets.catalogue import Cost, Scalar, Stage
+from k3c.targets.target import Target
+
+Grid = tuple[int, int, int]
+
+GRID_X_LIMIT = 2**31 - 1
+GRID_YZ_LIMIT = 65535
+INT32_LIMIT = 2**31
+POINTERS = {
+    "bf16": "*bf16",
+    "f32": "*fp32",
+    "f8e4m3": "*fp8e4nv",
+    "i32": "*i32",
+    "i64": "*i64",
+    "mxfp4": "*u8",
+    "u8": "*u8",
+}
+# 16-bit floats have no type of their own in numpy: a workspace is planned in bytes, typed f32.
+WORKSPACE_TYPE = "*fp32"
+
+
+class TritonTemplate(ABC):
+    """Base of the GPU templates.
+
+    Attributes:
+        name: Unique name.
+        op: The op it implements.
+        reference: Name of the reference op.
+        kernels: The `@triton.jit` function of each stage, by the stage's name.
+    """
+
+    name: ClassVar[str]
+    op: ClassVar[str]
+    reference: ClassVar[str]
+    kernels: ClassVar[Mapping[str, Any]]
+
+    @abstractmethod
+    def accepts(self, node: Node, target: Target) -> Refusal | None:
+        """Return None where the template implements `node`, else why it does not."""
+
+    @abstractmethod
+    def stages(self, node: Node, target: Target) -> tuple[Stage, ...]:
+        """Return the launches in order."""
+
+    def layouts(self, node: Node, target: Target) -> Mapping[int, str]:
+        """Return the layouts of packed weights: none."""
+        return {}
+
+    def scalars(self, node: Node) -> tuple[Scalar, ...]:
+        """Return the run-time integers: rows."""
+        return (("rows", node.results[0].type.sizes[0]),)
+
+    def workspace_bytes(self, node: Node, target: Target) -> int:
+        """Return the bytes of scratch: none."""
+        return 0
+
+    def cost(self, node: Node, target: Target) -> Cost:
+        """Return every operand read once and every result written once."""
+        return Cost(operand_bytes(node), result_bytes(node), 0)
+
+    def configs(self, node: Node, target: Target) -> tuple[Config, ...]:
+        """Return the configurations worth measuring, the rule's choice first."""
+        return ({},)
+
+    def config(self, node: Node, target: Target) -> Config:
+        """Return the measured best configuration, or the rule's choice where none was measured."""
+        candidates = self.configs(node, target)
+        return tuned(target.name, self.name, self.tuning_key(node), candidates)
+
+    def tuning_key(self, node: Node) -> str:
+        """Return what names a node in the tuning table: dtypes and shapes of all values."""
+        values = (*node.operands, *node.results)
+        return " ".join(f"{v.type.dtype}[{','.join(map(str, v.type.sizes))}]" for v in values)
+
+    def stage(
+        self, node: Node, target: Target, name: str, grid: Grid, *,
+        num_warps: int = 4, num_stages: int = 2, pdl: bool = False, **constexprs: Any,
+    ) -> Stage:  # fmt: skip
+        """Return one launch.
+
+        Args:
+            node: The node; its types become the kernel's argument types.
+            target: The device.
+            name: The stage, a key of `kernels`.
+            grid: Blocks along x, y, z.
+            num_warps: Warps a block.
+            num_stages: Depth of software pipelining.
+            pdl: Whether the kernel waits for its predecessor itself; needs a constexpr PDL.
+            constexprs: The function's constexprs.
+        """
+        x, y, z = grid
+        assert 0 < x <= GRID_X_LIMIT, f"{self.name}: grid x is {x}, limit {GRID_X_LIMIT}"
+        assert 0 < y <= GRID_YZ_LIMIT, f"{self.name}: grid y is {y}, limit {GRID_YZ_LIMIT}"
+        assert 0 < z <= GRID_YZ_LIMIT, f"{self.name}: grid z is {z}, limit {GRID_YZ_LIMIT}"
+        constants = {key: encode(value) for key, value in constexprs.items()}
+        if "PDL" in self.kernels[name].arg_names:
+            constants["PDL"] = int(pdl)
+        constants |= {"num_warps": num_warps, "num_stages": num_stages, "pdl": int(pdl)}
+        constants[TYPES] = " ".join(self.argument_types(node, target))
+        return Stage(name, constants, grid)
+
+    def argument_types(self, node: Node, target: Target) -> list[str]:
+        """Return the types of the run-time arguments, as Triton spells them."""
+        shared = OPS[node.op].in_place
+        fresh = [r for i, r in enumerate(node.results) if i not in shared]
+        kinds = [POINTERS[v.type.dtype.name] for v in (*node.operands, *fresh)]
+        kinds += [WORKSPACE_TYPE] if self.workspace_bytes(node, target) else []
+        return kinds + ["i32"] * len(self.scalars(node))
