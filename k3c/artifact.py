@@ -22,6 +22,7 @@ FORMAT = "k3c-artifact"
 FORMAT_MAJOR = 2  # another major version is refused by name
 FORMAT_MINOR = 0
 ALIGN_BYTES = 64  # every buffer: a cache line, and what TVM's vector loads assume
+PART_BYTES = 1 << 24  # what a hash of a part of a large member covers
 WEIGHTS_DATA_START = 4096  # first data byte of a weights file, so that a map of it is page aligned
 
 Space = Literal["weights", "arena", "kv_pages", "state_slots", "io"]
@@ -114,7 +115,10 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class IoField:
-    """A tensor that the runtime fills (`direction` in) or reads (`out`) each step, in space io."""
+    """A tensor in space io that the runtime fills (`direction` in) or reads (out) each step.
+
+    A step may leave in an input what its next run needs: its token, one more token of context.
+    """
 
     name: str
     direction: Literal["in", "out"]
@@ -196,10 +200,17 @@ class WeightEntry:
 
 @dataclass(frozen=True)
 class Member:
-    """A file of the artifact."""
+    """A file of the artifact.
+
+    Attributes:
+        nbytes: Its size.
+        sha256: Of its bytes; where there are `parts`, of their digests one after another.
+        parts: The sha256 of each `PART_BYTES` of a large file, so that all cores can check it.
+    """
 
     nbytes: int
     sha256: str
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,21 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from k3c.artifact import FORMAT, FORMAT_MAJOR, WEIGHTS_DATA_START, Manifest, Plan, from_json
+from k3c.artifact import (
+    FORMAT,
+    FORMAT_MAJOR,
+    PART_BYTES,
+    WEIGHTS_DATA_START,
+    Manifest,
+    Member,
+    Plan,
+    from_json,
+)
 from k3c.errors import ArtifactError
 
 MANIFEST_FILE = "manifest.json"
@@ -53,6 +63,31 @@ def weights_header(nbytes: int) -> bytes:
     size = WEIGHTS_DATA_START - 8
     assert len(text) <= size, f"weights header has {len(text)} bytes, limit {size}"
     return size.to_bytes(8, "little") + text.ljust(size)
+
+
+def member_of_parts(nbytes: int, digests: Sequence[bytes]) -> Member:
+    """Return the entry of a file whose parts have these sha256 digests, in order."""
+    whole = hashlib.sha256(b"".join(digests)).hexdigest()
+    return Member(nbytes, whole, tuple(digest.hex() for digest in digests))
+
+
+def check_part(name: str, member: Member, index: int, data: bytes | memoryview) -> None:
+    """Check one part of a member that has parts.
+
+    Args:
+        name: The member.
+        member: Its entry in the manifest.
+        index: Which part.
+        data: Its bytes.
+
+    Raises:
+        ArtifactError: The hash differs.
+    """
+    found = hashlib.sha256(data).hexdigest()
+    if found != member.parts[index]:
+        first = index * PART_BYTES
+        what = f"bytes {first} to {first + len(data)} have a sha256 that starts {found[:12]}"
+        raise ArtifactError(f"{what}, the manifest says {member.parts[index][:12]}", name, _AGAIN)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -101,13 +136,21 @@ def read_pass_report(directory: Path) -> list[dict[str, Any]]:
         raise ArtifactError(f"not valid JSON: {exc}", str(path), _AGAIN) from exc
 
 
-def verify(directory: Path, manifest: Manifest, mode: Verify = "full") -> None:
+def is_hashed(name: str, member: Member, mode: Verify) -> bool:
+    """Return whether a mode of `verify` hashes a member: "quick" all but weights over 1 GiB."""
+    return mode == "full" or name != WEIGHTS_FILE or member.nbytes <= QUICK_WEIGHTS_BYTES
+
+
+def verify(
+    directory: Path, manifest: Manifest, mode: Verify = "full", later: Collection[str] = ()
+) -> None:
     """Check every file of an artifact.
 
     Args:
         directory: The artifact.
         manifest: Its table of contents, from `read_manifest`.
         mode: "full" hashes every member; "quick" all but weights over 1 GiB.
+        later: Members whose hash the caller checks when it reads them.
 
     Raises:
         ArtifactError: A file is missing, not a member, not a regular file, or differs.
@@ -121,9 +164,8 @@ def verify(directory: Path, manifest: Manifest, mode: Verify = "full") -> None:
         if found[name] != member.nbytes:
             what = f"a member has {found[name]} bytes, the manifest says {member.nbytes}"
             raise ArtifactError(what, name, _AGAIN)
-        large = name == WEIGHTS_FILE and member.nbytes > QUICK_WEIGHTS_BYTES
-        if not (mode == "quick" and large):
-            _check_hash(directory / name, name, member.sha256)
+        if name not in later and is_hashed(name, member, mode):
+            _check_hash(directory / name, name, member)
     _check_weights(directory, manifest)
 
 
@@ -133,9 +175,10 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     Raises:
         ArtifactError: A name is not allowed, or a plan, kernel or the weights are not members.
     """
-    for name in manifest.members:
+    for name, member in manifest.members.items():
         if not MEMBER_NAME.fullmatch(name) or name == MANIFEST_FILE:
             raise ArtifactError(f"member name {name[:80]!r} is not allowed", where, _AGAIN)
+        _check_member_parts(name, member, where)
     buckets = [bucket.name for bucket in manifest.buckets]
     if len(set(buckets)) != len(buckets):
         raise ArtifactError("two buckets have one name", where, _AGAIN)
@@ -196,15 +239,38 @@ def _read_text(path: Path) -> str:
         raise ArtifactError(f"is not UTF-8: {exc.reason}", str(path), _AGAIN) from exc
 
 
-def _check_hash(path: Path, name: str, sha256: str) -> None:
+def _check_hash(path: Path, name: str, member: Member) -> None:
     try:
+        if member.parts:
+            _check_parts(path, name, member)
+            return
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as exc:
         raise ArtifactError(f"cannot be read: {exc.strerror}", name, _AGAIN) from exc
-    if found != sha256:
-        what = f"a member's sha256 starts {found[:12]}, the manifest says {sha256[:12]}"
+    if found != member.sha256:
+        what = f"a member's sha256 starts {found[:12]}, the manifest says {member.sha256[:12]}"
         raise ArtifactError(what, name, _AGAIN)
+
+
+def _check_parts(path: Path, name: str, member: Member) -> None:
+    """Hash the parts of a member on all cores: hashing and reading let other threads run."""
+    with path.open("rb") as file, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+
+        def check(index: int) -> None:
+            data = os.pread(file.fileno(), PART_BYTES, index * PART_BYTES)
+            check_part(name, member, index, data)
+
+        for _ in pool.map(check, range(len(member.parts))):
+            pass
+
+
+def _check_member_parts(name: str, member: Member, where: str) -> None:
+    digests = [bytes.fromhex(part) for part in member.parts]
+    expected = member_of_parts(member.nbytes, digests)
+    if member.parts and (expected != member or len(digests) != -(-member.nbytes // PART_BYTES)):
+        what = f"{name}: its {len(digests)} part hashes do not make up its {member.nbytes} bytes"
+        raise ArtifactError(what, where, _AGAIN)
 
 
 def _check_weights(directory: Path, manifest: Manifest) -> None:

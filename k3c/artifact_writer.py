@@ -17,13 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from k3c.artifact import WEIGHTS_DATA_START, Manifest, Member, Plan, to_json
+from k3c.artifact import PART_BYTES, WEIGHTS_DATA_START, Manifest, Member, Plan, to_json
 from k3c.artifact_dir import (
     MANIFEST_FILE,
     MAX_JSON_BYTES,
     MEMBER_NAME,
     WEIGHTS_FILE,
     check_manifest,
+    member_of_parts,
     plan_file,
     weights_header,
 )
@@ -37,22 +38,39 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class MemberWriter:
     """Writes one member in order, hashing as it goes; made by `ArtifactWriter`."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._hash = file, hashlib.sha256()
+    def __init__(self, file: IO[bytes], in_parts: bool = False) -> None:
+        self._file, self._in_parts = file, in_parts
+        self._hash = hashlib.sha256()
+        self._parts: list[bytes] = []
         self.nbytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-        self._file.write(data)
-        self._hash.update(data)
-        self.nbytes += memoryview(data).nbytes
+        if not memoryview(data).nbytes:
+            return
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        while self._in_parts and len(view) >= (left := PART_BYTES - self.nbytes % PART_BYTES):
+            self._hash.update(view[:left])
+            self._end_part()
+            view, self.nbytes = view[left:], self.nbytes + left
+        self._hash.update(view)
+        self.nbytes += len(view)
 
     def close(self) -> Member:
         """Flush the file to the disk and return its size and hash."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return Member(self.nbytes, self._hash.hexdigest())
+        if not self._in_parts:
+            return Member(self.nbytes, self._hash.hexdigest())
+        if self.nbytes % PART_BYTES:
+            self._end_part()
+        return member_of_parts(self.nbytes, self._parts)
+
+    def _end_part(self) -> None:
+        self._parts.append(self._hash.digest())
+        self._hash = hashlib.sha256()
 
     def abandon(self) -> None:
         """Close the file without recording it."""
@@ -156,7 +174,8 @@ class ArtifactWriter:
 
     def start_weights(self, total_bytes: int) -> WeightsWriter:
         """Begin the weights file; end it with `end_weights`."""
-        return WeightsWriter(self._start(WEIGHTS_FILE), total_bytes)
+        in_parts = total_bytes > PART_BYTES
+        return WeightsWriter(self._start(WEIGHTS_FILE, in_parts), total_bytes)
 
     def end_weights(self, writer: WeightsWriter) -> None:
         """Record the finished weights file."""
@@ -193,15 +212,15 @@ class ArtifactWriter:
         member.write(data)
         member.close()
 
-    def _start(self, name: str) -> MemberWriter:
+    def _start(self, name: str, in_parts: bool = False) -> MemberWriter:
         assert MEMBER_NAME.fullmatch(name), f"member name {name!r} is not allowed"
         assert name not in (MANIFEST_FILE, *self._members), f"member {name} is added twice"
-        return self._create(name)
+        return self._create(name, in_parts)
 
-    def _create(self, name: str) -> MemberWriter:
+    def _create(self, name: str, in_parts: bool = False) -> MemberWriter:
         path = self._root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        member = MemberWriter(path.open("xb"))
+        member = MemberWriter(path.open("xb"), in_parts)
         self._open.append(member)
         return member
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from k3c.errors import ConfigError, DeviceFault, K3CError
+from k3c.errors import ConfigError, K3CError
 from k3c.runtime.cache.state import State, slot_ranges
 from k3c.runtime.events import Event, FinishReason, Result
 from k3c.runtime.loader import Loaded, LoadOptions, load_artifact
@@ -22,6 +21,7 @@ from k3c.runtime.request import (
     check_request,
     check_tokens,
 )
+from k3c.runtime.runner import Runner
 from k3c.runtime.sampler import top_logprobs
 from k3c.runtime.scheduler import Scheduler, Step, buckets_of
 from k3c.runtime.scoring import Scorer
@@ -45,16 +45,15 @@ class Engine:
         self.manifest, self.directory = loaded.manifest, loaded.directory
         self._loaded, self._max_chunk_tokens = loaded, max_chunk_tokens
         plan = next(iter(loaded.buckets.values())).plan
-        cache, memory = loaded.manifest.cache, loaded.memory["state_slots"].array
+        cache, memory = loaded.manifest.cache, loaded.memory["state_slots"]
         self._state = State(cache, slot_ranges(plan, cache.slots), memory)
-        self._scheduler = Scheduler(loaded.manifest.buckets, self._state, max_chunk_tokens)
+        # Not the manifest's: the device may have refused one.
+        self._buckets = tuple(bucket.plan.bucket for bucket in loaded.buckets.values())
+        self._scheduler = Scheduler(self._buckets, self._state, max_chunk_tokens)
+        self._runner = Runner(loaded, self._state)
         self._requests: dict[int, Request] = {}
         self._next_id = 0
-        self._fault: DeviceFault | None = None
         self._tokenizer: Tokenizer | None = None
-        self._bucket_times = {
-            name: {"steps": 0, "tokens": 0, "seconds": 0.0} for name in loaded.buckets
-        }
 
     @classmethod
     def open(
@@ -93,7 +92,7 @@ class Engine:
     @property
     def timings(self) -> dict[str, Any]:
         """Seconds of each load phase; steps, live tokens and seconds of each bucket so far."""
-        buckets = {name: dict(times) for name, times in self._bucket_times.items()}
+        buckets = {name: dict(times) for name, times in self._runner.times.items()}
         return {"load_s": dict(self._loaded.timings), "buckets": buckets}
 
     def add(
@@ -138,7 +137,7 @@ class Engine:
             self._scheduler.remove(request)
 
     def step(self) -> list[Event]:
-        """Run one bucket once.
+        """Return what the next step gives; where it can, the device has the one after it already.
 
         Returns:
             An event for each token that was generated; none when only a part of a prompt ran.
@@ -146,15 +145,19 @@ class Engine:
         Raises:
             DeviceFault: A launch failed; the engine is of no use after that.
         """
-        step = self._scheduler.next_step()
+        step = self._oldest_step()
         if step is None:
             assert not self.has_work, "requests wait, none runs, and no state is free"
             return []
-        fields = self._run(step)
+        if self._runner.can_run_ahead and self._scheduler.repeats(step):
+            self._start(step)
+        fields = self._runner.finish()
+        # A request that ended since the step was started has no use for its token.
+        live = [(i, r) for i, (r, _) in enumerate(step.chunks) if r.id in self._requests]
         self._scheduler.advance(step)
         return [
             self._finish_row(request, row, fields)
-            for row, (request, _) in enumerate(step.chunks)
+            for row, request in live
             if request.prompt_left == 0
         ]
 
@@ -200,7 +203,7 @@ class Engine:
             CapacityError: Unfinished requests hold all slots or pages.
             DeviceFault: A launch failed.
         """
-        buckets = buckets_of(self.manifest.buckets, "score")
+        buckets = buckets_of(self._buckets, "score")
         options = RequestOptions(1, Sampling(), 0, frozenset())
         requests, limit = [], self.manifest.cache.max_context_tokens
         for index, tokens in enumerate(token_lists):
@@ -212,23 +215,24 @@ class Engine:
             requests.append(Request(-1 - index, ids, options))
         return Scorer(buckets, self._state, self._run, self._max_chunk_tokens).score(requests)
 
+    def _oldest_step(self) -> Step | None:
+        """Return the oldest step under way that anyone waits for; start one when there is none."""
+        while (step := self._runner.oldest) is not None:
+            if any(request.id in self._requests for request, _ in step.chunks):
+                return step
+            self._runner.finish()
+        step = self._scheduler.next_step()
+        if step is not None:
+            self._start(step)
+        return step
+
+    def _start(self, step: Step) -> None:
+        """Start a step."""
+        self._runner.start(step)
+
     def _run(self, step: Step) -> Mapping[str, npt.NDArray]:
-        """Fill a bucket's input, launch it, and return its io fields."""
-        if self._fault is not None:
-            raise DeviceFault(f"stopped by an earlier fault: {self._fault}", hint="load again")
-        bucket = self._loaded.buckets[step.bucket.name]
-        start_s = time.perf_counter()
-        bucket.io.fill(step, self._state)
-        try:
-            bucket.executor.run()
-        except DeviceFault as fault:
-            self._fault = fault
-            raise
-        times = self._bucket_times[step.bucket.name]
-        times["steps"] += 1
-        times["tokens"] += sum(tokens for _, tokens in step.chunks)
-        times["seconds"] += time.perf_counter() - start_s
-        return bucket.io.fields
+        """Run a step that gives no tokens to the end, and return its output fields."""
+        return self._runner.run(step)
 
     def _finish_row(self, request: Request, row: int, fields: Mapping[str, npt.NDArray]) -> Event:
         """Take a request's new token; end the request when it is the last one."""

@@ -1,28 +1,40 @@
 """Opens an artifact: checks it, then makes everything that a step needs. No step allocates later.
 
-Order: read the manifest, check the machine, verify every member, check the plans, map the weights,
-allocate the other spaces, open the libraries, bind the executors. Each phase is timed.
+Order: read the manifest, check the machine, verify every member, check the plans, load the weights,
+allocate the other spaces, open the kernels, bind the executors. Each phase is timed. The path is
+the same for all devices; what differs is behind `Driver`.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from k3c import artifact_dir
 from k3c.artifact import SPACES, Manifest, Plan
-from k3c.artifact_dir import LIBRARY_FOLDER, TOKENIZER_FOLDER
-from k3c.cpu_features import machine_features
-from k3c.errors import ArtifactError
+from k3c.artifact_dir import TOKENIZER_FOLDER, WEIGHTS_FILE, is_hashed
+from k3c.errors import ArtifactError, DeviceFault
 from k3c.plan_check import Finding, check, check_together
-from k3c.runtime.driver.cpu import LIBRARIES, CpuDriver, Memory, allocate, map_weights
-from k3c.runtime.driver.cpu_features import check_machine
-from k3c.runtime.executor import CommandExecutor, EntryExecutor, Executor
+from k3c.runtime.driver.driver import (
+    Collectives,
+    Driver,
+    Executor,
+    HowToRun,
+    Memory,
+    Settings,
+    WeightsFile,
+)
 from k3c.runtime.step_io import StepIo
+
+
+def say_to_stderr(line: str) -> None:
+    """Print a line of progress."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -31,11 +43,20 @@ class LoadOptions:
 
     Attributes:
         verify: "full" hashes every member; "quick" all but very large weights.
-        executor: "entry" calls one function per step; "command" makes every launch from here.
+        executor: "whole" makes a step with one call; "command" makes every launch from here.
+        device: Which of the machine's devices, counted from 0.
+        collectives: "local" measures one rank alone; "none" refuses plans that need other ranks.
+        run_ahead: Start a decode step before the tokens of the one before are read, where the
+            device can.
+        say: Takes a line of progress; a load of seconds gives none.
     """
 
     verify: Literal["full", "quick"] = "full"
-    executor: Literal["entry", "command"] = "entry"
+    executor: HowToRun = "whole"
+    device: int = 0
+    collectives: Collectives = "none"
+    run_ahead: bool = True
+    say: Callable[[str], None] = say_to_stderr
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,8 @@ class Loaded:
         memory: Each space, exactly as large as planned.
         tokenizer_folder: Holds the tokenizer's files; None when the model has none.
         timings: Seconds by phase.
+        runs_ahead: Whether a step may be started before the tokens of the one before are read.
+        failed: Buckets that the device refused, and why; the others serve.
     """
 
     directory: Path
@@ -66,6 +89,8 @@ class Loaded:
     memory: Mapping[str, Memory]
     tokenizer_folder: Path | None
     timings: Mapping[str, float]
+    runs_ahead: bool = False
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Clock:
@@ -95,19 +120,45 @@ def load_artifact(directory: Path, options: LoadOptions) -> Loaded:
     clock = _Clock()
     with clock.phase("manifest"):
         manifest = artifact_dir.read_manifest(directory)
-        check_machine(manifest.target, machine_features())
+        driver = open_driver(manifest, options)
+        driver.check(manifest, str(directory))
     with clock.phase("verify"):
-        artifact_dir.verify(directory, manifest, options.verify)
+        in_parts = bool(manifest.members[WEIGHTS_FILE].parts)
+        later = (WEIGHTS_FILE,) if driver.hashes_weights and in_parts else ()
+        artifact_dir.verify(directory, manifest, options.verify, later)
     with clock.phase("plans"):
         plans = _read_plans(directory, manifest)
+        _refuse_collectives(plans, options)
     with clock.phase("memory"):
-        memory = _make_memory(directory, manifest)
-    with clock.phase("libraries"):
-        driver = _open_driver(directory, manifest)
+        memory = _make_memory(directory, manifest, driver, options)
+    with clock.phase("kernels"):
+        driver.open_kernels(directory, manifest)
     with clock.phase("bind"):
-        buckets = {p.bucket.name: _bind(p, memory, driver, manifest, options) for p in plans}
+        buckets, failed = _bind(plans, memory, driver, options)
     tokenizer = directory / TOKENIZER_FOLDER if manifest.model.has_tokenizer else None
-    return Loaded(directory, manifest, buckets, memory, tokenizer, clock.seconds)
+    ahead = driver.runs_ahead and options.run_ahead
+    seconds = clock.seconds
+    return Loaded(directory, manifest, buckets, memory, tokenizer, seconds, ahead, failed)
+
+
+def open_driver(manifest: Manifest, options: LoadOptions) -> Driver:
+    """Return the driver of the artifact's kind of device; only its module is imported.
+
+    Raises:
+        DeviceFault: The device or its driver is missing.
+    """
+    settings = Settings(options.device, options.executor, options.collectives, options.say)
+    if manifest.target.kind == "cuda":
+        from k3c.runtime.driver.cuda import CudaDriver
+
+        return CudaDriver(settings)
+    if manifest.target.kind == "hip":
+        from k3c.runtime.driver.hip import HipDriver
+
+        return HipDriver(settings)
+    from k3c.runtime.driver.cpu import CpuDriver
+
+    return CpuDriver(settings)
 
 
 def _read_plans(directory: Path, manifest: Manifest) -> list[Plan]:
@@ -133,34 +184,44 @@ def _refuse(findings: Sequence[Finding], where: str) -> None:
         raise ArtifactError(f"{finding.rule}: {finding.message}", where, "compile again")
 
 
-def _make_memory(directory: Path, manifest: Manifest) -> dict[str, Memory]:
-    """Map the weights and allocate the other spaces, each with exactly its planned bytes."""
+def _refuse_collectives(plans: Sequence[Plan], options: LoadOptions) -> None:
+    """Refuse plans that need other ranks, unless a rank is to be measured alone."""
+    for plan in plans:
+        for command in (c for commands in plan.commands.values() for c in commands):
+            if command.kind == "collective" and options.collectives != "local":
+                what = f"{command.label} is an {command.kernel} of {command.args[3].value} ranks"
+                hint = "this runtime runs one rank: compile for one device"
+                raise ArtifactError(what, f"plan {plan.bucket.name}", hint)
+
+
+def _make_memory(
+    directory: Path, manifest: Manifest, driver: Driver, options: LoadOptions
+) -> dict[str, Memory]:
+    """Load the weights and allocate the other spaces, each with exactly its planned bytes."""
     sizes = {space: manifest.space_bytes.get(space, 0) for space in SPACES}
-    weights = map_weights(directory / artifact_dir.WEIGHTS_FILE, sizes.pop("weights"))
-    return {"weights": weights, **{space: allocate(space, n) for space, n in sizes.items()}}
-
-
-def _open_driver(directory: Path, manifest: Manifest) -> CpuDriver:
-    for name in LIBRARIES:
-        if f"{LIBRARY_FOLDER}/{name}" not in manifest.members:
-            raise ArtifactError(
-                f"{LIBRARY_FOLDER}/{name} is missing", str(directory), "compile again"
-            )
-    binaries = sorted({kernel.binary for kernel in manifest.kernels})
-    return CpuDriver(directory / LIBRARY_FOLDER, [directory / name for name in binaries])
+    weights_bytes, member = sizes.pop("weights"), manifest.members[WEIGHTS_FILE]
+    check_parts = bool(member.parts) and is_hashed(WEIGHTS_FILE, member, options.verify)
+    file = WeightsFile(directory / WEIGHTS_FILE, weights_bytes, member, check_parts)
+    # The small spaces first: what does not fit is known before gigabytes are read.
+    memory = {space: driver.allocate(space, nbytes) for space, nbytes in sizes.items()}
+    return {"weights": driver.load_weights(file), **memory}
 
 
 def _bind(
-    plan: Plan,
-    memory: Mapping[str, Memory],
-    driver: CpuDriver,
-    manifest: Manifest,
-    options: LoadOptions,
-) -> LoadedBucket:
-    """Bind a plan's launches and io fields to the memory."""
-    addresses = {space: m.address for space, m in memory.items()}
-    io = StepIo(plan, memory["io"].array)
-    if options.executor == "command":
-        executor = CommandExecutor(driver, plan, addresses, manifest.kernels)
-        return LoadedBucket(plan, io, executor)
-    return LoadedBucket(plan, io, EntryExecutor(driver, plan, addresses))
+    plans: Sequence[Plan], memory: Mapping[str, Memory], driver: Driver, options: LoadOptions
+) -> tuple[dict[str, LoadedBucket], dict[str, str]]:
+    """Bind every bucket; one that the device refuses is left out while the device survives."""
+    buckets: dict[str, LoadedBucket] = {}
+    failed: dict[str, str] = {}
+    for plan in plans:
+        name = plan.bucket.name
+        try:
+            executor = driver.bind(plan, memory)
+        except DeviceFault as fault:
+            if not driver.survives:
+                raise
+            failed[name] = fault.message
+            options.say(f"bucket {name} is left out: {fault.message}")
+            continue
+        buckets[name] = LoadedBucket(plan, StepIo(plan, executor.inputs), executor)
+    return buckets, failed

@@ -121,6 +121,32 @@ class Scheduler:
         self._prefilled_last = True
         return pack_chunks(self._prefilling, self._prefill, self._max_chunk_tokens)
 
+    def repeats(self, step: Step) -> bool:
+        """Whether the next step has the same requests in the same rows, whatever this one gives.
+
+        Args:
+            step: A step that is under way, not counted by `advance` yet.
+        """
+        if (
+            step.bucket.phase != "decode"
+            or self._prefilling
+            or len(step.chunks) != len(self._running)
+        ):
+            return False
+        if self._waiting and self._state.fits(self._waiting[0].state_tokens):
+            return False
+        pairs = zip(step.chunks, self._running, strict=True)
+        return all(chunk[0] is request and self._goes_on(request) for chunk, request in pairs)
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether a request with a token under way has another one to come, and nobody to ask.
+
+        A stop token cannot be foreseen: it wastes the step after it.
+        """
+        if len(request.output) + 2 > request.options.max_tokens or request.options.top_logprobs:
+            return False
+        return self._state.holds(request.id, request.context_tokens + 2)
+
     def advance(self, step: Step) -> None:
         """Count a step's tokens as state; requests whose prompt is through start to run."""
         for request, tokens in step.chunks:

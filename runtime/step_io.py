@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+
 import numpy.typing as npt
 
 from k3c.artifact import Plan
@@ -12,55 +13,38 @@ from k3c.runtime.request import Request
 from k3c.runtime.sampler import NEUTRAL, clear_sampling, fill_sampling
 from k3c.runtime.scheduler import Step
 
-DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32}
 SEGMENT_FIELDS = ("seg_tokens", "context")
 # Only where the model has the layers: KDA keeps slots, MLA keeps pages.
 STATE_FIELDS = (("state_slots", "slots"), ("kv_pages", "page_table"))
 SAMPLE_FIELDS = ("sample_rows", *(name for name, _ in NEUTRAL), "tokens", "logits")
 SCORE_FIELDS = ("targets", "logprobs")
+ADVANCED_FIELDS = {"ids", "context", "position"}
 NO_TARGET = -1  # a row whose log probability is not asked for
 
 
-def io_views(plan: Plan, memory: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray]:
-    """Return the plan's io fields as arrays that lie in the io memory.
-
-    Args:
-        plan: The plan.
-        memory: u8[io bytes], shared by all plans.
-
-    Raises:
-        ArtifactError: A field lies outside the memory or names an unknown buffer.
-    """
-    buffers = {b.id: b for b in plan.buffers}
-    views = {}
-    for field in plan.io:
-        buffer, dtype = buffers.get(field.buffer), np.dtype(DTYPES[field.dtype])
-        nbytes = dtype.itemsize * int(np.prod(field.shape))
-        if buffer is None or buffer.offset + nbytes > memory.nbytes or nbytes > buffer.nbytes:
-            raise ArtifactError(
-                f"io field {field.name} needs {nbytes} B, buffer {field.buffer!r} does not hold it",
-                f"plan {plan.bucket.name}",
-                "compile again",
-            )
-        views[field.name] = np.ndarray(field.shape, dtype, memory.data, buffer.offset)
-    return views
-
-
 class StepIo:
-    """Fills a bucket's input fields from a scheduled step and names its output fields."""
+    """Fills a bucket's input fields from a scheduled step."""
 
-    def __init__(self, plan: Plan, memory: npt.NDArray[np.uint8]) -> None:
-        """Make the views; nothing is written before `fill`.
+    def __init__(self, plan: Plan, fields: Mapping[str, npt.NDArray]) -> None:
+        """Check that all fields are there; nothing is written before `fill`.
+
+        Args:
+            plan: The plan.
+            fields: The host's side of the input fields, by name.
 
         Raises:
-            ArtifactError: A field is missing or does not fit the bucket.
+            ArtifactError: A field of the plan is missing.
         """
-        self.fields = io_views(plan, memory)
+        self.fields = fields
         self.scores = plan.bucket.phase == "score"
+        # What a step leaves on the device is the input of the next with the same rows.
+        written = {name for cs in plan.commands.values() for c in cs for name in c.writes}
+        self.advances = {f.name for f in plan.io if f.buffer in written} >= ADVANCED_FIELDS
         self._state = tuple(f for space, f in STATE_FIELDS if plan.space_bytes.get(space, 0) > 0)
         needed = ("ids", "seg_start", *SEGMENT_FIELDS, *self._state)
         needed += SCORE_FIELDS if self.scores else SAMPLE_FIELDS
-        missing = [name for name in needed if name not in self.fields]
+        named = {field.name for field in plan.io}
+        missing = [name for name in needed if name not in named]
         if missing:
             what = f"io fields {', '.join(missing)} are missing"
             raise ArtifactError(what, f"plan {plan.bucket.name}", "compile again")

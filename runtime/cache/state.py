@@ -16,6 +16,7 @@ from k3c.artifact import CacheInfo, Plan
 from k3c.errors import CapacityError
 from k3c.runtime.cache.pages import PageAllocator
 from k3c.runtime.cache.slots import SlotAllocator
+from k3c.runtime.driver.driver import Memory
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,13 @@ def slot_ranges(plan: Plan, slots: int) -> tuple[SlotRange, ...]:
 class State:
     """Who owns which slot and which pages. Requests are named by their id."""
 
-    def __init__(
-        self, cache: CacheInfo, ranges: tuple[SlotRange, ...], memory: npt.NDArray[np.uint8]
-    ) -> None:
+    def __init__(self, cache: CacheInfo, ranges: tuple[SlotRange, ...], memory: Memory) -> None:
         """Own nothing yet.
 
         Args:
             cache: Sizes from the manifest.
             ranges: The state tensors, from `slot_ranges`.
-            memory: u8[state_slots bytes], the planned memory; only `restore` writes it.
+            memory: Space state_slots; only `restore` writes it.
         """
         self._pages = PageAllocator(cache.pages, cache.page_tokens)
         self._slots = SlotAllocator(cache.slots)
@@ -134,6 +133,10 @@ class State:
         """Return i32[M], the pages of a request in order, then zeros; a view, not to be written."""
         return self._table[self._slot_of[request_id]]
 
+    def holds(self, request_id: int, tokens: int) -> bool:
+        """Return whether a request's pages hold `tokens` tokens; changes nothing."""
+        return self._pages.pages_for(tokens) <= len(self._pages_of[request_id])
+
     def snapshot(self, request_id: int, context_tokens: int) -> Snapshot:
         """Copy a request's slot and page list; changes nothing.
 
@@ -142,7 +145,7 @@ class State:
             context_tokens: Tokens that its state holds now; `restore` returns to this count.
         """
         slot = self._slot_of[request_id]
-        parts = [self._view(r, slot).tobytes() for r in self._ranges]
+        parts = [self._memory.read(r.offset + slot * r.nbytes, r.nbytes) for r in self._ranges]
         return Snapshot(context_tokens, tuple(self._pages_of[request_id]), b"".join(parts))
 
     def restore(self, request_id: int, snapshot: Snapshot) -> int:
@@ -157,15 +160,12 @@ class State:
         slot, owned = self._slot_of[request_id], self._pages_of[request_id]
         kept = len(snapshot.pages)
         assert tuple(owned[:kept]) == snapshot.pages, f"not a snapshot of request {request_id}"
-        source, start = np.frombuffer(snapshot.slot_bytes, np.uint8), 0
+        start = 0
         for part in self._ranges:
-            self._view(part, slot)[:] = source[start : start + part.nbytes]
+            data = snapshot.slot_bytes[start : start + part.nbytes]
+            self._memory.write(part.offset + slot * part.nbytes, data)
             start += part.nbytes
         self._pages.free(owned[kept:])
         self._table[slot, kept:] = 0
         del owned[kept:]
         return snapshot.context_tokens
-
-    def _view(self, part: SlotRange, slot: int) -> npt.NDArray[np.uint8]:
-        first = part.offset + slot * part.nbytes
-        return self._memory[first : first + part.nbytes]

@@ -1,64 +1,29 @@
-"""The CPU driver: memory by mmap, kernels and the TVM C libraries by ctypes, no Python `tvm`.
-
-A kernel is a packed function `int __tvm_ffi_<symbol>(void*, TVMFFIAny* args, int n, TVMFFIAny*)`.
-Its parallel loops call three functions of libtvm_runtime through weak pointers in the kernel's
-library, which this module sets. Return codes are checked at every call.
-"""
+"""The CPU driver: memory by mmap, kernels from a shared object."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from k3c.artifact import WEIGHTS_DATA_START
-from k3c.errors import ArtifactError, DeviceFault
-
-LIBRARIES = ("libtvm_ffi.so", "libtvm_runtime.so")  # in the order that they need each other
-BACKEND_FUNCTIONS = (
-    "TVMBackendParallelLaunch",
-    "TVMBackendAllocWorkspace",
-    "TVMBackendFreeWorkspace",
-)
-SYMBOL_PREFIX = "__tvm_ffi_"
-TYPE_INT = 1
-TYPE_OPAQUE_POINTER = 4
-OBJECT_HEADER_BYTES = 24  # TVMFFIObject: reference counts, type index, padding, deleter
-PACKED_ARGTYPES = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-THREADS_VARIABLE = "TVM_NUM_THREADS"
-
-
-class TvmAny(ctypes.Structure):
-    """TVMFFIAny: a tagged 16-byte value."""
-
-    _fields_ = (
-        ("type_index", ctypes.c_int32),
-        ("zero_padding", ctypes.c_int32),
-        ("payload", ctypes.c_int64),
-    )
-
-
-class _ByteArray(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("size", ctypes.c_size_t))
-
-    def text(self) -> str:
-        return ctypes.string_at(self.data, self.size).decode(errors="replace") if self.data else ""
-
-
-class _ErrorCell(ctypes.Structure):
-    _fields_ = (("kind", _ByteArray), ("message", _ByteArray))
+from k3c.artifact import WEIGHTS_DATA_START, Kernel, Manifest, Plan
+from k3c.artifact_dir import LIBRARY_FOLDER
+from k3c.cpu_features import machine_features
+from k3c.errors import ArtifactError, ConfigError, DeviceFault
+from k3c.runtime.driver.cpu_executor import CommandStep, CpuExecutor, EntryStep
+from k3c.runtime.driver.cpu_features import check_machine
+from k3c.runtime.driver.driver import Executor, Memory, Settings, WeightsFile
+from k3c.runtime.driver.kernel_libraries import LIBRARIES, KernelLibraries
 
 
 @dataclass(frozen=True)
-class Memory:
+class CpuMemory:
     """The bytes of one space.
 
     Attributes:
@@ -74,20 +39,28 @@ class Memory:
         """Size in bytes, exactly as planned."""
         return self.array.nbytes
 
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return a copy of some bytes."""
+        return self.array[offset : offset + nbytes].tobytes()
 
-def _memory(mapped: mmap.mmap, start: int, nbytes: int) -> Memory:
+    def write(self, offset: int, data: bytes) -> None:
+        """Overwrite some bytes."""
+        self.array[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+
+def _view(mapped: mmap.mmap, start: int, nbytes: int) -> CpuMemory:
     array = np.frombuffer(mapped, np.uint8, nbytes, start)
-    return Memory(array, array.__array_interface__["data"][0])
+    return CpuMemory(array, array.__array_interface__["data"][0])
 
 
-def allocate(space: str, nbytes: int) -> Memory:
+def allocate(space: str, nbytes: int) -> CpuMemory:
     """Allocate one space as one anonymous map of exactly `nbytes` zero bytes.
 
     Raises:
         DeviceFault: The machine does not give that much memory.
     """
     if nbytes == 0:
-        return Memory(np.zeros(0, np.uint8), 0)
+        return CpuMemory(np.zeros(0, np.uint8), 0)
     try:
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as exc:
@@ -100,10 +73,10 @@ def allocate(space: str, nbytes: int) -> Memory:
     if nbytes >= 2**21 and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
-    return _memory(mapped, 0, nbytes)
+    return _view(mapped, 0, nbytes)
 
 
-def map_weights(path: Path, nbytes: int) -> Memory:
+def map_weights(path: Path, nbytes: int) -> CpuMemory:
     """Map a weights file read-only.
 
     Args:
@@ -114,158 +87,91 @@ def map_weights(path: Path, nbytes: int) -> Memory:
         ArtifactError: The file is shorter than planned.
     """
     if nbytes == 0:
-        return Memory(np.zeros(0, np.uint8), 0)
+        return CpuMemory(np.zeros(0, np.uint8), 0)
     with path.open("rb") as file:
         found = os.fstat(file.fileno()).st_size - WEIGHTS_DATA_START
         if found < nbytes:
             raise ArtifactError(f"{found} B of weights, the plan needs {nbytes} B", str(path))
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     mapped.madvise(mmap.MADV_WILLNEED)
-    return _memory(mapped, WEIGHTS_DATA_START, nbytes)
-
-
-def set_thread_count() -> int:
-    """Tell TVM's thread pool to use every core this process may run on, unless the user said.
-
-    Sets TVM_NUM_THREADS in the environment, which TVM reads at its first parallel loop.
-
-    Returns:
-        The number of threads.
-
-    Raises:
-        DeviceFault: The variable is set to something that is not a positive number.
-    """
-    given = os.environ.setdefault(THREADS_VARIABLE, str(len(os.sched_getaffinity(0))))
-    if not given.isdigit() or int(given) < 1:
-        what = f"{THREADS_VARIABLE} is {given!r}, expected a positive number"
-        raise DeviceFault(what, "environment")
-    return int(given)
-
-
-def _open(path: Path, mode: int) -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(path), mode=mode)
-    except OSError as exc:
-        raise DeviceFault(f"cannot open a library: {exc}", str(path), "compile again here") from exc
-
-
-def _open_shared(path: Path) -> ctypes.CDLL:
-    """Open a TVM library, or the copy of it that this process already holds.
-
-    Two copies in one process would both register TVM's types, which aborts it; a process that
-    compiled before it runs has one already.
-    """
-    try:
-        return ctypes.CDLL(path.name, mode=os.RTLD_NOLOAD | ctypes.RTLD_GLOBAL)
-    except OSError:
-        return _open(path, ctypes.RTLD_GLOBAL)
+    return _view(mapped, WEIGHTS_DATA_START, nbytes)
 
 
 class CpuDriver:
-    """The TVM libraries and the kernel libraries of one artifact."""
+    """This machine's CPU."""
 
-    def __init__(self, library_folder: Path, kernel_libraries: Sequence[Path]) -> None:
-        """Open everything; no kernel is loaded or looked up on disk later.
+    runs_ahead = False
+    hashes_weights = False
 
-        Args:
-            library_folder: Holds libtvm_ffi.so and libtvm_runtime.so.
-            kernel_libraries: Shared objects that hold the kernels and the entry functions.
+    def __init__(self, settings: Settings) -> None:
+        """Open nothing yet.
 
         Raises:
+            ConfigError: The device is not 0.
+        """
+        if settings.device != 0:
+            raise ConfigError(f"device {settings.device}, a cpu artifact runs on device 0")
+        self._settings = settings
+        self._libraries: KernelLibraries | None = None
+        self._kernels: tuple[Kernel, ...] = ()
+
+    def check(self, manifest: Manifest, where: str) -> None:
+        """Refuse a CPU that cannot run the kernels.
+
+        Raises:
+            ArtifactError: Kind, architecture or a feature does not match.
+        """
+        check_machine(manifest.target, machine_features())
+
+    def allocate(self, space: str, nbytes: int) -> CpuMemory:
+        """Allocate one space as one anonymous map.
+
+        Raises:
+            DeviceFault: The machine does not give that much memory.
+        """
+        return allocate(space, nbytes)
+
+    def load_weights(self, weights: WeightsFile) -> CpuMemory:
+        """Map the weights read-only; they are read when they are touched.
+
+        Raises:
+            ArtifactError: The file is shorter than planned.
+        """
+        return map_weights(weights.path, weights.nbytes)
+
+    def open_kernels(self, directory: Path, manifest: Manifest) -> None:
+        """Open the TVM libraries and the kernel libraries.
+
+        Raises:
+            ArtifactError: A TVM library is not in the artifact.
             DeviceFault: A library does not open here.
         """
-        self.threads = set_thread_count()
-        self._ffi, self._runtime = (_open_shared(library_folder / name) for name in LIBRARIES)
-        # Local: two artifacts in one process may hold kernels of the same name.
-        self._kernels = [_open(path, ctypes.RTLD_LOCAL) for path in kernel_libraries]
-        for library in self._kernels:
-            self._connect(library)
+        for name in LIBRARIES:
+            if f"{LIBRARY_FOLDER}/{name}" not in manifest.members:
+                what = f"{LIBRARY_FOLDER}/{name} is missing"
+                raise ArtifactError(what, str(directory), "compile again")
+        binaries = sorted({kernel.binary for kernel in manifest.kernels})
+        paths = [directory / name for name in binaries]
+        self._libraries = KernelLibraries(directory / LIBRARY_FOLDER, paths)
+        self._kernels = manifest.kernels
 
-    def _connect(self, library: ctypes.CDLL) -> None:
-        """Point a kernel library's weak function pointers at libtvm_runtime."""
-        for name in BACKEND_FUNCTIONS:
-            try:
-                pointer = ctypes.c_void_p.in_dll(library, f"__{name}")
-            except ValueError:
-                # A library whose kernels have no parallel loop or workspace lacks the pointer.
-                continue
-            pointer.value = ctypes.cast(getattr(self._runtime, name), ctypes.c_void_p).value
-
-    def function(self, name: str, argtypes: Sequence[Any]) -> Callable[..., int]:
-        """Return an exported C function that returns an int.
-
-        Args:
-            name: Its exported name.
-            argtypes: The ctypes types of its arguments.
+    def bind(self, plan: Plan, memory: Mapping[str, Memory]) -> Executor:
+        """Bind a plan's launches and io fields to the memory.
 
         Raises:
-            ArtifactError: No kernel library exports it.
+            ArtifactError: The plan names something that is not there.
         """
-        for library in self._kernels:
-            try:
-                # Indexing makes a new object each time, so that argument types are not shared.
-                found = library[name]
-            except AttributeError:
-                continue
-            found.restype, found.argtypes = ctypes.c_int, argtypes
-            return found
-        raise ArtifactError(f"no kernel library exports {name}", hint="compile again")
+        assert self._libraries is not None, "bind before open_kernels"
+        addresses = {space: m.address for space, m in memory.items()}
+        io = memory["io"]
+        assert isinstance(io, CpuMemory), f"io memory is {type(io).__name__}"
+        if self._settings.executor == "command":
+            step = CommandStep(self._libraries, plan, addresses, self._kernels)
+        else:
+            step = EntryStep(self._libraries, plan, addresses)
+        return CpuExecutor(plan, io.array, step.run)
 
-    def packed_call(self, symbol: str, args: Sequence[tuple[int, int]], label: str) -> PackedCall:
-        """Bind a kernel to its arguments, once, at load.
-
-        Args:
-            symbol: The kernel's symbol.
-            args: (type index, payload) of each argument.
-            label: What the call is, for errors.
-        """
-        packed = (TvmAny * len(args))(*((kind, 0, payload) for kind, payload in args))
-        function = self.function(SYMBOL_PREFIX + symbol, PACKED_ARGTYPES)
-        return PackedCall(self, function, packed, label)
-
-    def raise_fault(self, code: int, label: str) -> None:
-        """Raise what TVM says about a call that returned `code`.
-
-        Raises:
-            DeviceFault: Always.
-        """
-        reason = self._take_error() or "no reason given"
-        raise DeviceFault(f"launch failed with code {code}, expected 0: {reason}", label)
-
-    def _take_error(self) -> str:
-        """Return and clear the error that TVM keeps for this thread; empty when there is none."""
-        handle = ctypes.c_void_p()
-        self._ffi.TVMFFIErrorMoveFromRaised(ctypes.byref(handle))
-        if not handle.value:
-            return ""
-        cell = _ErrorCell.from_address(handle.value + OBJECT_HEADER_BYTES)
-        text = f"{cell.kind.text()}: {cell.message.text()}"
-        self._ffi.TVMFFIObjectDecRef(handle)
-        return text
-
-
-class PackedCall:
-    """One kernel with its arguments packed; calling it launches it and checks the return code."""
-
-    def __init__(
-        self,
-        driver: CpuDriver,
-        function: Callable[..., int],
-        args: ctypes.Array[TvmAny],
-        label: str,
-    ) -> None:
-        """Keep the argument array alive and its address at hand."""
-        self._driver, self._function, self._args, self._label = driver, function, args, label
-        self._count, self._result = len(args), TvmAny()
-        self._address = ctypes.addressof(args)
-        self._result_address = ctypes.addressof(self._result)
-
-    def __call__(self) -> None:
-        """Launch the kernel.
-
-        Raises:
-            DeviceFault: It returned anything but 0.
-        """
-        code = self._function(None, self._address, self._count, self._result_address)
-        if code:
-            self._driver.raise_fault(code, self._label)
+    @property
+    def survives(self) -> bool:
+        """A CPU fault leaves memory in an unknown state."""
+        return False

@@ -23,7 +23,7 @@ def test_entry_and_command_executor_agree_bit_by_bit(name, request, prompts):
     artifact = request.getfixturevalue(name)
     small = [[t % 2048 for t in p] for p in prompts]
     entry, command = (
-        trace(open_loaded(artifact, executor), small, 29) for executor in ("entry", "command")
+        trace(open_loaded(artifact, executor), small, 29) for executor in ("whole", "command")
     )
     assert entry[0] == command[0]
     for mine, other in zip(entry[1:], command[1:], strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from k3c.artifact import SPACES
-from tests.support.compiled import WatchedEngine, driver_of, open_loaded
+from tests.support.compiled import WatchedEngine, libraries_of, open_loaded
 
 ARTIFACTS = ("demo_f32", "demo_bf16", "tiny_f32")
 ALLOC = ctypes.CFUNCTYPE(
@@ -60,8 +60,8 @@ def test_the_arena_of_every_plan_is_at_most_a_twentieth_over_its_lower_bound(loa
 def test_no_kernel_allocates_while_it_runs(loaded):
     """MP09: workspaces are in the plan, so nothing else may ask for memory."""
     asked = []
-    driver = driver_of(loaded)
-    real = ALLOC(ctypes.cast(driver._runtime.TVMBackendAllocWorkspace, ctypes.c_void_p).value)
+    libraries = libraries_of(loaded)
+    real = ALLOC(ctypes.cast(libraries._runtime.TVMBackendAllocWorkspace, ctypes.c_void_p).value)
 
     def count(device_type, device, nbytes, code, bits):
         asked.append(nbytes)
@@ -69,7 +69,7 @@ def test_no_kernel_allocates_while_it_runs(loaded):
 
     callback = ALLOC(count)
     pointers = []
-    for library in driver._kernels:
+    for library in libraries._kernels:
         try:
             pointers.append(ctypes.c_void_p.in_dll(library, "__TVMBackendAllocWorkspace"))
         except ValueError:

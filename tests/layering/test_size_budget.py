@@ -1,4 +1,4 @@
-"""The size budget of the architecture: files <= 400 lines, functions <= 40, runtime <= 3,000."""
+"""The size budget of the architecture: files <= 400 lines, functions <= 40, runtime <= 4,000."""
 
 import pytest
 
@@ -32,4 +32,6 @@ def test_no_function_is_over_budget_unless_a_kernel_says_why(folder):
 def test_runtime_without_its_server_stays_small():
     files = [p for p in python_files("runtime") if "server" not in p.parts]
     assert files
-    assert sum(map(line_count, files)) <= 3000
+    assert sum(map(line_count, files)) <= 4000
+    without_drivers = [p for p in files if "driver" not in p.parts]
+    assert sum(map(line_count, without_drivers)) <= 2000

@@ -1,19 +1,18 @@
-"""The driver and both executors, on kernels written in C with the compiled kernels' ABI."""
+"""The libraries and both executors, on kernels written in C with the compiled kernels' ABI."""
 
 import numpy as np
 import pytest
 
 from k3c.artifact import Arg, Bucket, Buffer, Command, LayerCall, Plan
 from k3c.errors import ArtifactError, DeviceFault
-from k3c.runtime.driver.cpu import (
+from k3c.runtime.driver.cpu import allocate, map_weights
+from k3c.runtime.driver.cpu_executor import CommandStep, EntryStep
+from k3c.runtime.driver.kernel_libraries import (
     TYPE_INT,
     TYPE_OPAQUE_POINTER,
-    CpuDriver,
-    allocate,
-    map_weights,
+    KernelLibraries,
     set_thread_count,
 )
-from k3c.runtime.executor import CommandExecutor, EntryExecutor
 from tests.support.artifacts import cpu_kernel
 from tests.support.c_kernels import build_kernels, tvm_library_folder
 
@@ -21,10 +20,10 @@ KERNELS = [cpu_kernel("scale")]
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
+def opened(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     libraries = tvm_library_folder(folder / "lib")
-    return CpuDriver(libraries, [build_kernels(folder, libraries)])
+    return KernelLibraries(libraries, [build_kernels(folder, libraries)])
 
 
 @pytest.fixture
@@ -56,9 +55,9 @@ def run(executor, memory):
     return memory["io"].array.copy()
 
 
-def test_both_executors_give_equal_bits(driver, memory):
-    by_entry = run(EntryExecutor(driver, make_plan(), addresses(memory)), memory)
-    by_command = run(CommandExecutor(driver, make_plan(), addresses(memory), KERNELS), memory)
+def test_both_executors_give_equal_bits(opened, memory):
+    by_entry = run(EntryStep(opened, make_plan(), addresses(memory)), memory)
+    by_command = run(CommandStep(opened, make_plan(), addresses(memory), KERNELS), memory)
     assert (by_entry == by_command).all()
     for layer in range(2):
         first = 128 + 64 * layer
@@ -69,8 +68,8 @@ def test_both_executors_give_equal_bits(driver, memory):
     assert (untouched == 0xFF).all()
 
 
-def test_a_failing_launch_raises_with_the_kernels_own_words(driver):
-    call = driver.packed_call(
+def test_a_failing_launch_raises_with_the_kernels_own_words(opened):
+    call = opened.packed_call(
         "scale", [(TYPE_INT, 1)], "prefill.t16, kda_moe layer 3, y = scale(x)"
     )
     with pytest.raises(DeviceFault, match="TypeError: scale takes x, y, rows, add") as caught:
@@ -80,25 +79,25 @@ def test_a_failing_launch_raises_with_the_kernels_own_words(driver):
         call()
 
 
-def test_a_non_zero_status_without_a_reason_raises_too(driver):
+def test_a_non_zero_status_without_a_reason_raises_too(opened):
     with pytest.raises(DeviceFault, match="code 7, expected 0: no reason given"):
-        driver.packed_call("silent_failure", [(TYPE_OPAQUE_POINTER, 0)], "here")()
+        opened.packed_call("silent_failure", [(TYPE_OPAQUE_POINTER, 0)], "here")()
 
 
-def test_a_missing_kernel_is_named_at_load(driver, memory):
+def test_a_missing_kernel_is_named_at_load(opened, memory):
     with pytest.raises(ArtifactError, match="__tvm_ffi_nothing"):
-        driver.packed_call("nothing", [], "here")
+        opened.packed_call("nothing", [], "here")
     with pytest.raises(ArtifactError, match="'other'"):
-        CommandExecutor(driver, make_plan("other"), addresses(memory), KERNELS)
+        CommandStep(opened, make_plan("other"), addresses(memory), KERNELS)
     with pytest.raises(ArtifactError, match="'z' is not in the plan"):
-        CommandExecutor(driver, make_plan(buffer="z"), addresses(memory), KERNELS)
+        CommandStep(opened, make_plan(buffer="z"), addresses(memory), KERNELS)
 
 
-def test_a_library_that_is_none_is_refused_by_name(tmp_path, driver):
+def test_a_library_that_is_none_is_refused_by_name(tmp_path, opened):
     libraries = tvm_library_folder(tmp_path / "lib")
     (tmp_path / "k.so").write_bytes(b"\x7fELF not")
     with pytest.raises(DeviceFault, match=r"k\.so"):
-        CpuDriver(libraries, [tmp_path / "k.so"])
+        KernelLibraries(libraries, [tmp_path / "k.so"])
 
 
 @pytest.mark.parametrize("nbytes", [1, 63, 4096, 2**21 + 5])

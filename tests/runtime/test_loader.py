@@ -59,18 +59,18 @@ def run(artifact, executor):
 
 
 def test_an_artifact_generates_and_scores_with_either_executor(artifact):
-    by_entry, by_command = run(artifact, "entry"), run(artifact, "command")
+    by_entry, by_command = run(artifact, "whole"), run(artifact, "command")
     assert by_entry["tokens"] == [expected_tokens(p, 12) for p in PROMPTS]
     assert by_entry["scores"] == [[-(1 + 2 / 128), -(2 + 3 / 128)]]
     assert by_entry == by_command
 
 
 def test_the_process_holds_no_compiler_and_exactly_the_planned_bytes(artifact):
-    found = run(artifact, "entry")
+    found = run(artifact, "whole")
     assert not set(found["modules"]) & {"torch", "triton", "tvm", "tvm_ffi", "networkx", "tiktoken"}
     assert found["allocated"] == found["planned"]
     assert found["allocated"]["weights"] == WEIGHT_BYTES
-    assert found["phases"] == ["bind", "libraries", "manifest", "memory", "plans", "verify"]
+    assert found["phases"] == ["bind", "kernels", "manifest", "memory", "plans", "verify"]
 
 
 def changed(artifact, tmp_path, name, data):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from k3c.errors import ArtifactError
+from k3c.runtime.driver.cpu_executor import io_views
 from k3c.runtime.engine import Engine
 from k3c.runtime.step_io import StepIo
 from tests.support.fake_plan import PAGE_TOKENS, Sizes, expected_tokens, make_buckets, make_fake
@@ -93,7 +94,7 @@ def test_a_plan_without_a_field_is_refused_by_the_fields_name():
     memory = np.zeros(plan.space_bytes["io"], np.uint8)
     fewer = replace(plan, io=tuple(f for f in plan.io if f.name != "page_table"))
     with pytest.raises(ArtifactError, match="io fields page_table are missing"):
-        StepIo(fewer, memory)
+        StepIo(fewer, io_views(fewer, memory))
 
 
 def test_a_field_larger_than_its_buffer_is_refused():
@@ -102,7 +103,7 @@ def test_a_field_larger_than_its_buffer_is_refused():
     memory = np.zeros(plan.space_bytes["io"], np.uint8)
     larger = tuple(replace(f, shape=(99, *f.shape)) if f.name == "ids" else f for f in plan.io)
     with pytest.raises(ArtifactError, match="io field ids needs 396 B"):
-        StepIo(replace(plan, io=larger), memory)
+        io_views(replace(plan, io=larger), memory)
 
 
 def test_a_model_without_mla_needs_no_page_table():
@@ -114,4 +115,4 @@ def test_a_model_without_mla_needs_no_page_table():
         io=tuple(f for f in plan.io if f.name != "page_table"),
         space_bytes={**plan.space_bytes, "kv_pages": 0},
     )
-    assert "page_table" not in StepIo(fewer, memory).fields
+    assert "page_table" not in StepIo(fewer, io_views(fewer, memory)).fields

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from k3c.runtime.driver.cpu_executor import CpuExecutor
 from k3c.runtime.engine import Engine
-from k3c.runtime.executor import CommandExecutor, EntryExecutor
 from k3c.runtime.loader import Loaded, LoadOptions, load_artifact
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +84,11 @@ class WatchedEngine(Engine):
         while self.has_work:
             self.step()
 
+    def _start(self, step):
+        for call in self.before_step:
+            call(step)
+        super()._start(step)
+
     def _run(self, step):
         for call in self.before_step:
             call(step)
@@ -96,7 +101,7 @@ class WatchedEngine(Engine):
         return super()._finish_row(request, row, fields)
 
 
-def open_loaded(artifact: Path, executor: str = "entry") -> Loaded:
+def open_loaded(artifact: Path, executor: str = "whole") -> Loaded:
     """Load an artifact."""
     return load_artifact(artifact, LoadOptions(executor=executor))  # type: ignore[arg-type]
 
@@ -107,9 +112,8 @@ def poison(loaded: Loaded, *spaces: str) -> None:
         loaded.memory[space].array[:] = POISON
 
 
-def driver_of(loaded: Loaded) -> Any:
-    """The driver that a loaded artifact runs on."""
+def libraries_of(loaded: Loaded) -> Any:
+    """The kernel libraries that a loaded artifact runs on."""
     executor = next(iter(loaded.buckets.values())).executor
-    assert isinstance(executor, EntryExecutor | CommandExecutor)
-    call = executor._call if isinstance(executor, EntryExecutor) else executor._calls[0]
-    return call._driver
+    assert isinstance(executor, CpuExecutor)
+    return executor.run.__self__.calls[0].libraries  # type: ignore[attr-defined]

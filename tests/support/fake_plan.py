@@ -28,9 +28,11 @@ from k3c.artifact import (
     TargetInfo,
 )
 from k3c.errors import DeviceFault
-from k3c.runtime.driver.cpu import Memory, allocate
+from k3c.runtime.driver.cpu import CpuMemory, allocate
+from k3c.runtime.driver.cpu_executor import CpuExecutor
+from k3c.runtime.driver.driver import DTYPES
 from k3c.runtime.loader import Loaded, LoadedBucket
-from k3c.runtime.step_io import DTYPES, StepIo
+from k3c.runtime.step_io import StepIo
 
 VOCAB = 97
 STOP = 96
@@ -168,12 +170,13 @@ def make_buckets(sizes: Sizes) -> tuple[Bucket, ...]:
     )
 
 
-class FakeExecutor:
+class FakeExecutor(CpuExecutor):
     """Runs the fake model on the real memories, and checks what it is given."""
 
-    def __init__(self, io: StepIo, memory: Mapping[str, Memory], sizes: Sizes, faults: Faults):
-        self.io, self.faults, self.sizes = io.fields, faults, sizes
-        self.scores = io.scores
+    def __init__(self, plan: Plan, memory: Mapping[str, CpuMemory], sizes: Sizes, faults: Faults):
+        super().__init__(plan, memory["io"].array, self.run_fake)
+        self.io, self.faults, self.sizes = self.inputs, faults, sizes
+        self.scores = plan.bucket.phase == "score"
         self.runs: list[list[int]] = []  # the live tokens per segment of each step
         slots = sizes.max_requests + 1
         state = memory["state_slots"].array
@@ -183,7 +186,7 @@ class FakeExecutor:
         ]
         self.pages = memory["kv_pages"].array.view(np.int32).reshape(sizes.pages, PAGE_TOKENS)
 
-    def run(self) -> None:
+    def run_fake(self) -> None:
         for hook in self.faults.before_launch:
             hook()
         if self.faults.launch:
@@ -283,7 +286,7 @@ def make_fake(sizes: Sizes | None = None, **changes) -> Fake:
         space.array[:] = 0xA5
     loaded = {}
     for plan in plans:
-        io = StepIo(plan, memory["io"].array)
-        loaded[plan.bucket.name] = LoadedBucket(plan, io, FakeExecutor(io, memory, sizes, faults))
+        executor = FakeExecutor(plan, memory, sizes, faults)
+        loaded[plan.bucket.name] = LoadedBucket(plan, StepIo(plan, executor.inputs), executor)
     manifest = make_manifest(sizes, buckets)
     return Fake(Loaded(Path("fake"), manifest, loaded, memory, None, {}), faults)

@@ -7,6 +7,7 @@ from k3c.artifact import CacheInfo
 from k3c.errors import CapacityError
 from k3c.runtime.cache.free_list import FreeList
 from k3c.runtime.cache.state import SlotRange, State, slot_ranges
+from k3c.runtime.driver.cpu import CpuMemory
 from tests.support.fake_plan import Sizes, make_buckets, make_plan
 
 RANGES = (SlotRange(0, 8), SlotRange(128, 24))
@@ -15,7 +16,7 @@ RANGES = (SlotRange(0, 8), SlotRange(128, 24))
 def make_state(slots=4, pages=9, max_context_tokens=32):
     memory = np.arange(256, dtype=np.uint8)
     cache = CacheInfo(slots - 1, max_context_tokens, 4, pages, slots)
-    return State(cache, RANGES, memory), memory
+    return State(cache, RANGES, CpuMemory(memory, 0)), memory
 
 
 def test_slot_and_page_zero_are_never_given_out():
