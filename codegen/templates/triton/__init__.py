@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from k3c.codegen.templates.triton import embed, linear_decode, linear_gemm
+from k3c.codegen.templates.triton import (
+    combine,
+    embed,
+    linear_decode,
+    linear_gemm,
+    pointwise,
+    route,
+    sample,
+    token_logprob,
+)
 from k3c.targets.catalogue import Template
 
 GPU_TEMPLATES: tuple[Template, ...] = (
     *linear_decode.TEMPLATES,
     *linear_gemm.TEMPLATES,
     *embed.TEMPLATES,
+    *route.TEMPLATES,
+    *combine.TEMPLATES,
+    *pointwise.TEMPLATES,
+    *sample.TEMPLATES,
+    *token_logprob.TEMPLATES,
 )
