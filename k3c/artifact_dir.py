@@ -40,6 +40,7 @@ from k3c.errors import ArtifactError
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.safetensors"
 KERNELS_FILE = "kernels.so"
+KERNELS_FOLDER = "kernels"
 LIBRARY_FOLDER = "lib"
 TOKENIZER_FOLDER = "tokenizer"
 PASSES_FILE = "passes.json"

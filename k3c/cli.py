@@ -98,12 +98,17 @@ def compile_(
     max_model_len: Annotated[
         int, typer.Option(help="tokens of one request, prompt included")
     ] = 8192,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="rows of the largest prefill step at most")
+    ] = 8192,
 ) -> None:
     """Compile a checkpoint into an artifact for one target."""
     from k3c.compile import CompileOptions, compile_model
     from k3c.console import Console
 
-    options = CompileOptions(target, compute.value, max_num_seqs, max_model_len)
+    options = CompileOptions(
+        target, compute.value, max_num_seqs, max_model_len, max_num_batched_tokens
+    )
     with Console() as console:
         compile_model(model, output, options, console)
 

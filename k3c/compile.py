@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,18 +22,17 @@ from k3c.artifact import (
     TargetInfo,
     WeightEntry,
 )
-from k3c.artifact_dir import KERNELS_FILE, LIBRARY_FOLDER, PASSES_FILE, TOKENIZER_FOLDER
+from k3c.artifact_dir import PASSES_FILE, TOKENIZER_FOLDER
 from k3c.artifact_writer import ArtifactWriter
+from k3c.buckets import bucket_sizes, make_buckets
 from k3c.codegen.kernel_key import KernelRequest, kernel_symbol
-from k3c.codegen.runtime_libraries import runtime_libraries
 from k3c.codegen.template import packed_nbytes
-from k3c.codegen.templates.tvm import CPU_TEMPLATES
-from k3c.codegen.tvm_build import build_library
 from k3c.console import Console
 from k3c.errors import ConfigError, PlanError
 from k3c.export.exporter import Compute, export_model
 from k3c.ir.graph import Module
 from k3c.ir.text import show
+from k3c.kernels import add_kernels, catalogue_of, tool_versions
 from k3c.model.checkpoint import Checkpoint
 from k3c.model.config import TextConfig, load_config, stop_token_ids
 from k3c.model.state import PAGE_TOKENS
@@ -46,27 +43,31 @@ from k3c.passes.schedule import run as schedule
 from k3c.passes.select_kernels import Selected
 from k3c.passes.select_kernels import run as select_kernels
 from k3c.passes.weight_table import weight_table
-from k3c.targets.catalogue import Catalogue, Stage, Template
+from k3c.targets.catalogue import Stage, Template
 from k3c.targets.target import Target, load_target
 from k3c.weights import WeightPacker
 
-DECODE_REQUESTS = (1, 2, 4, 8)
-PREFILL_ROWS = (16, 64, 256)
-SCORE_ROWS = (64,)
-CHUNK_REQUESTS = 8  # requests whose chunks a prefill or score step may pack
 COMPUTE_TYPES: Mapping[str, Compute] = {"bfloat16": "bf16", "float32": "f32"}
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
-TOOLS = ("torch", "apache-tvm", "apache-tvm-ffi", "numpy")
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What the user chose: target, activation type, and how much state to plan for."""
+    """What the user chose.
+
+    Attributes:
+        target: Name of the device.
+        compute: Activation type.
+        max_num_seqs: Requests held at the same time.
+        max_model_len: Tokens of one request, prompt included.
+        max_num_batched_tokens: Rows of the largest prefill step at most.
+    """
 
     target: str
     compute: str = "bfloat16"
     max_num_seqs: int = 8
     max_model_len: int = 8192
+    max_num_batched_tokens: int = 8192
 
 
 def export_text(model: Path, compute: str) -> str:
@@ -97,18 +98,21 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
     """
     config = load_config(model)
     target = load_target(options.target)
-    cache = _cache_info(config, options)
+    cache = _cache_info(config, options, bucket_sizes(target).page_tokens)
     writer = ArtifactWriter(output)
     checkpoint = Checkpoint(model, config)
     with console.phase("export"):
-        module = _export(config, options.compute, checkpoint)
+        module = _export(config, options.compute, checkpoint, cache.page_tokens)
     with console.phase("passes"):
-        result = run_pipeline(module, PassContext(target, Catalogue(CPU_TEMPLATES)))
+        result = run_pipeline(module, PassContext(target, catalogue_of(target)))
     with console.phase("plan"):
-        planned = _plan(result.module, cache, target)
+        buckets = make_buckets(cache, target, options.max_num_batched_tokens)
+        planned = _plan(result.module, cache, buckets, target)
     with writer:
         with console.phase(f"kernels ({len(planned.requests)})"):
-            kernels = _add_kernels(writer, planned)
+            kernels = add_kernels(writer, planned.requests, planned.plans, target)
+        for plan in planned.plans:
+            writer.add_plan(plan)
         has_tokenizer = _add_texts(writer, model, module, result)
         with console.phase("weights"):
             _add_weights(writer, checkpoint, planned, console)
@@ -123,12 +127,14 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
         return writer.finish(_manifest(info, planned, kernels))
 
 
-def _export(config: TextConfig, compute: str, checkpoint: Checkpoint | None) -> Module:
+def _export(
+    config: TextConfig, compute: str, checkpoint: Checkpoint | None, page_tokens: int = PAGE_TOKENS
+) -> Module:
     stored = checkpoint.dtype if checkpoint is not None else None
-    return export_model(config, COMPUTE_TYPES[compute], stored)
+    return export_model(config, COMPUTE_TYPES[compute], stored, page_tokens)
 
 
-def _cache_info(config: TextConfig, options: CompileOptions) -> CacheInfo:
+def _cache_info(config: TextConfig, options: CompileOptions, page_tokens: int) -> CacheInfo:
     """Size the hybrid state; page 0 and slot 0 are scratch.
 
     Raises:
@@ -136,29 +142,15 @@ def _cache_info(config: TextConfig, options: CompileOptions) -> CacheInfo:
     """
     requests = _in_range("--max-num-seqs", options.max_num_seqs, 1, 4095)
     tokens = _in_range("--max-model-len", options.max_model_len, 2, config.max_position_embeddings)
-    pages = -(-tokens // PAGE_TOKENS)
-    return CacheInfo(requests, tokens, PAGE_TOKENS, requests * pages + 1, requests + 1)
+    _in_range("--max-num-batched-tokens", options.max_num_batched_tokens, 1, 2**31 - 1)
+    pages = -(-tokens // page_tokens)
+    return CacheInfo(requests, tokens, page_tokens, requests * pages + 1, requests + 1)
 
 
 def _in_range(option: str, value: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise ConfigError(f"{value} is out of range, expected {low}..{high}", option)
     return value
-
-
-def make_buckets(cache: CacheInfo) -> tuple[Bucket, ...]:
-    """Return the buckets of an artifact: every symbolic dimension bound."""
-    state = {
-        "S": cache.slots,
-        "P": cache.pages,
-        "M": -(-cache.max_context_tokens // cache.page_tokens),
-    }
-    packed = {"B": CHUNK_REQUESTS, **state}
-    return (
-        *(Bucket(f"decode.b{n}", "decode", {"T": n, "B": n, **state}) for n in DECODE_REQUESTS),
-        *(Bucket(f"prefill.t{n}", "prefill", {"T": n, **packed}) for n in PREFILL_ROWS),
-        *(Bucket(f"score.t{n}", "score", {"T": n, **packed}) for n in SCORE_ROWS),
-    )
 
 
 @dataclass(frozen=True)
@@ -172,10 +164,10 @@ class _Planned:
     requests: tuple[KernelRequest, ...]
 
 
-def _plan(module: Module, cache: CacheInfo, target: Target) -> _Planned:
+def _plan(module: Module, cache: CacheInfo, buckets: Sequence[Bucket], target: Target) -> _Planned:
     """Plan every bucket."""
-    catalogue = Catalogue(CPU_TEMPLATES)
-    selections = [select_kernels(module, b, catalogue, target) for b in make_buckets(cache)]
+    catalogue = catalogue_of(target)
+    selections = [select_kernels(module, bucket, catalogue, target) for bucket in buckets]
     table = weight_table(selections, packed_nbytes)
     plans = tuple(build_plan(schedule(s), table, _symbol) for s in selections)
     requests = {kernel_symbol(r, target): r for s in selections for r in _requests(s)}
@@ -218,19 +210,6 @@ def _requests(selected: Selected) -> list[KernelRequest]:
     ]
 
 
-def _add_kernels(writer: ArtifactWriter, planned: _Planned) -> tuple[Kernel, ...]:
-    """Build and add the kernel library, the plans that call it and the libraries that it calls."""
-    with tempfile.TemporaryDirectory(prefix="k3c-") as folder:
-        library = Path(folder) / KERNELS_FILE
-        kernels = build_library(planned.requests, planned.plans, planned.target, library)
-        writer.add_file(KERNELS_FILE, library)
-    for plan in planned.plans:
-        writer.add_plan(plan)
-    for path in runtime_libraries():
-        writer.add_file(f"{LIBRARY_FOLDER}/{path.name}", path)
-    return kernels
-
-
 def _add_weights(
     writer: ArtifactWriter, checkpoint: Checkpoint, planned: _Planned, console: Console
 ) -> None:
@@ -268,9 +247,11 @@ def _manifest(model: ModelInfo, planned: _Planned, kernels: tuple[Kernel, ...]) 
         major=FORMAT_MAJOR,
         minor=FORMAT_MINOR,
         k3c_version=__version__,
-        toolchain={name: importlib.metadata.version(name) for name in TOOLS},
+        toolchain=tool_versions(target),
         model=model,
-        target=TargetInfo(target.name, target.kind, target.arch, target.features),
+        target=TargetInfo(
+            target.name, target.kind, target.arch, target.features, target.min_driver
+        ),
         cache=planned.cache,
         mesh={},
         rank=0,

@@ -88,11 +88,17 @@ def run(scheduled: Scheduled, weights: WeightTable, kernel_symbol: KernelSymbol)
         commands={name: body.commands for name, body in bodies.items()},
         calls=tuple(_call(c.graph, c.layer, c.attrs, state, weights) for c in module.schedule),
         io=_io_fields(steps, bodies, boundary),
-        entry=f"step_{selected.bucket.name.replace('.', '_')}",
+        entry=_entry(selected),
         estimates=_estimates(selected),
     )
     require(plan)
     return plan
+
+
+def _entry(selected: Selected) -> str:
+    """Name the function that makes all launches of a step; a GPU replays a graph instead."""
+    name = selected.bucket.name.replace(".", "_")
+    return f"step_{name}" if selected.target.kind == "cpu" else ""
 
 
 def _space_bytes(weights: int, arena: int, state: _StateTable, io: int) -> dict[str, int]:

@@ -51,7 +51,10 @@ _EXPERT = re.compile(r"\.experts\.(w[123])\.")
 
 
 def export_model(
-    config: TextConfig, compute: Compute = "bf16", weight_dtype: WeightDType | None = None
+    config: TextConfig,
+    compute: Compute = "bf16",
+    weight_dtype: WeightDType | None = None,
+    page_tokens: int = PAGE_TOKENS,
 ) -> Module:
     """Export the text model.
 
@@ -60,6 +63,7 @@ def export_model(
         compute: Activation type.
         weight_dtype: Stored type of a linear or embedding weight by its checkpoint name, with `*`
             for the layer; None: all bf16.
+        page_tokens: Positions of a page of the MLA cache.
 
     Returns:
         A module of level `model`: `prologue`, each block kind that occurs, `head`, `score_head`.
@@ -68,7 +72,7 @@ def export_model(
         ExportError: The model uses something that the IR cannot express.
     """
     layers = range(config.num_hidden_layers)
-    types = input_types(config, compute)
+    types = input_types(config, compute, page_tokens)
     graphs: list[Graph] = []
     for name, (module, source) in _modules(config, compute).items():
         if weight_dtype is not None:
@@ -105,12 +109,15 @@ def _end_source(fqn: str) -> str:
     return LM_HEAD if fqn == "lm_head.weight" else MODEL + fqn
 
 
-def input_types(config: TextConfig, compute: Compute) -> dict[str, TensorType]:
+def input_types(
+    config: TextConfig, compute: Compute, page_tokens: int = PAGE_TOKENS
+) -> dict[str, TensorType]:
     """Return the type of every tensor that a graph of this model may take, by name.
 
     Args:
         config: The model.
         compute: Activation type.
+        page_tokens: Positions of a page of the MLA cache.
     """
     act = BF16 if compute == "bf16" else F32
     hidden, width, dim = config.hidden_size, config.kda_width, config.kda_head_dim
@@ -121,7 +128,7 @@ def input_types(config: TextConfig, compute: Compute) -> dict[str, TensorType]:
         "bank": (act, (config.num_blocks, T, hidden)),
         "conv_state": (act, (S, taps, 3 * width)),
         "kda_state": (F32, (S, config.kda_num_heads, dim, dim)),
-        "kv_cache": (act, (P, PAGE_TOKENS, config.kv_row)),
+        "kv_cache": (act, (P, page_tokens, config.kv_row)),
         "ids": (I32, (T,)),
         "targets": (I32, (T,)),
         "page_table": (I32, (B, M)),
