@@ -24,6 +24,7 @@ def linear_decode(
     x, norm, w, addend, y0, y1, y2, y3, y4, y5, y6, y7, workspace, rows, inner,
     K: tl.constexpr, COLUMNS: tl.constexpr,
     STARTS: tl.constexpr, WIDTHS: tl.constexpr, SITU: tl.constexpr,
+    GROUPS: tl.constexpr, PLACES: tl.constexpr, SIZES: tl.constexpr, MULTIPLES: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, EPS: tl.constexpr,
     NORM: tl.constexpr, NORM_CHUNK: tl.constexpr, ADDEND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
@@ -43,7 +44,7 @@ def linear_decode(
             cold code is as slow to fetch as cold weights.
         K: Columns of x.
         COLUMNS: Rows of w.
-        STARTS: As `store_tile`, like WIDTHS, SITU, BETA, LINEAR_BETA.
+        STARTS: As `store_tile`, like the constants up to LINEAR_BETA.
         EPS: Epsilon of the norm.
         NORM: Whether x is normalised first.
         NORM_CHUNK: Columns of x that the norm reads at a time.
@@ -106,5 +107,6 @@ def linear_decode(
     else:
         store_tile(
             product, y0, y1, y2, y3, y4, y5, y6, y7, addend, row.to(tl.int64), rows,
-            tile * BLOCK_N, STARTS, WIDTHS, SITU, BETA, LINEAR_BETA, ADDEND,
+            tile * BLOCK_N, STARTS, WIDTHS, SITU, GROUPS, PLACES, SIZES, MULTIPLES,
+            BETA, LINEAR_BETA, ADDEND,
         )  # fmt: skip

@@ -47,6 +47,7 @@ def linear_gemm(
     x, norm, w, addend, y0, y1, y2, y3, y4, y5, y6, y7, workspace, rows, inner,
     K: tl.constexpr, COLUMNS: tl.constexpr,
     STARTS: tl.constexpr, WIDTHS: tl.constexpr, SITU: tl.constexpr,
+    GROUPS: tl.constexpr, PLACES: tl.constexpr, SIZES: tl.constexpr, MULTIPLES: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, NORM: tl.constexpr, ADDEND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -65,7 +66,7 @@ def linear_gemm(
         inner: K again: unknown when compiling, the loop over it stays a loop.
         K: Columns of x.
         COLUMNS: Rows of w.
-        STARTS: As `store_tile`, like WIDTHS, SITU, BETA, LINEAR_BETA, ADDEND.
+        STARTS: As `store_tile`, like the constants up to LINEAR_BETA, ADDEND.
         NORM: Whether the rows come from the workspace.
         BLOCK_M: Rows of a tile.
         BLOCK_N: Columns of a tile.
@@ -117,7 +118,7 @@ def linear_gemm(
     else:
         store_tile(
             sums, y0, y1, y2, y3, y4, y5, y6, y7, addend, row.to(tl.int64), rows, first_column,
-            STARTS, WIDTHS, SITU, BETA, LINEAR_BETA, ADDEND,
+            STARTS, WIDTHS, SITU, GROUPS, PLACES, SIZES, MULTIPLES, BETA, LINEAR_BETA, ADDEND,
         )  # fmt: skip
 
 
@@ -126,6 +127,7 @@ def linear_finish(
     x, norm, w, addend, y0, y1, y2, y3, y4, y5, y6, y7, workspace, rows, inner,
     K: tl.constexpr, COLUMNS: tl.constexpr,
     STARTS: tl.constexpr, WIDTHS: tl.constexpr, SITU: tl.constexpr,
+    GROUPS: tl.constexpr, PLACES: tl.constexpr, SIZES: tl.constexpr, MULTIPLES: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, ADDEND: tl.constexpr,
     SKIP: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -147,5 +149,5 @@ def linear_finish(
         sums += tl.load(at + part * stride, mask=(column < COLUMNS)[None, :], other=0)
     store_tile(
         sums, y0, y1, y2, y3, y4, y5, y6, y7, addend, row, rows, first,
-        STARTS, WIDTHS, SITU, BETA, LINEAR_BETA, ADDEND,
+        STARTS, WIDTHS, SITU, GROUPS, PLACES, SIZES, MULTIPLES, BETA, LINEAR_BETA, ADDEND,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from k3c.codegen.template import refuse_dtype, result_bytes
@@ -15,6 +16,8 @@ from k3c.targets.catalogue import Cost
 # Pointers to results that the kernels have parameters for.
 MAX_RESULTS = 8
 _INDEX_LIMIT = 2**31  # elements of a weight are indexed in 32 bits
+# Elements of the widest store of a thread, with room.
+_MOST_MULTIPLE = 16
 _FLOATS = ("f32", "bf16")
 _SITU_FLOPS = 10
 _NORM_FLOPS = 4
@@ -97,10 +100,17 @@ def epilogue_constants(node: Node) -> dict[str, Any]:
     """Return the constexprs that say where results lie in the product and what becomes of them."""
     ranges = node_layout(node).ranges
     with_situ = any(r.situ for r in ranges)
+    kinds = [(r.type.dtype.name, e) for r, e in zip(node.results, epilogues(node), strict=True)]
+    groups = [kinds.index(kind) for kind in kinds]
+    widths = [[r.width for r, g in zip(ranges, groups, strict=True) if g == h] for h in groups]
     return {
         "STARTS": tuple(r.start for r in ranges),
         "WIDTHS": tuple(r.width for r in ranges),
         "SITU": tuple(int(r.situ) for r in ranges),
+        "GROUPS": tuple(groups),
+        "PLACES": tuple(groups[:i].count(g) for i, g in enumerate(groups)),
+        "SIZES": tuple(groups.count(g) for g in groups),
+        "MULTIPLES": tuple(gcd(_MOST_MULTIPLE, *w) for w in widths),
         "BETA": _number(node, "beta") if with_situ else 0.0,
         "LINEAR_BETA": _number(node, "linear_beta") if with_situ else 0.0,
     }

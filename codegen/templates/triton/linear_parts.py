@@ -71,7 +71,8 @@ def prefetch_bytes(start, NBYTES: tl.constexpr, THREADS: tl.constexpr):
 @triton.jit
 def store_tile(
     product, y0, y1, y2, y3, y4, y5, y6, y7, addend, row, rows, first,
-    STARTS: tl.constexpr, WIDTHS: tl.constexpr, SITU: tl.constexpr,
+    STARTS: tl.constexpr, WIDTHS: tl.constexpr, SITU: tl.constexpr, GROUPS: tl.constexpr,
+    PLACES: tl.constexpr, SIZES: tl.constexpr, MULTIPLES: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, ADDEND: tl.constexpr,
 ):  # fmt: skip
     """Give a tile of the product to the results whose columns it holds.
@@ -86,39 +87,58 @@ def store_tile(
         STARTS: First column of each result.
         WIDTHS: Width of each result.
         SITU: Whether a result is SiTU of pairs of columns.
+        GROUPS: For each result, the first one of its dtype and epilogue: they share code.
+        PLACES: Place of a result in its group.
+        SIZES: Results in a result's group.
+        MULTIPLES: A power of two that divides the widths of a result's group.
         BETA: Gate cap of SiTU.
         LINEAR_BETA: Up cap of SiTU; 0: none.
         ADDEND: Whether there is an addend.
     """
     ys = (y0, y1, y2, y3, y4, y5, y6, y7)
-    wide: tl.constexpr = product.shape[1]
-    for i in tl.static_range(len(WIDTHS)):
-        if (first + wide > STARTS[i]) & (first < STARTS[i] + WIDTHS[i] * (1 + SITU[i])):
+    for lead in tl.static_range(len(WIDTHS)):
+        if GROUPS[lead] == lead and SIZES[lead] == 1:
             _store_range(
-                product, ys[i], addend, row, rows, first - STARTS[i], WIDTHS[i], SITU[i],
-                BETA, LINEAR_BETA, ADDEND,
+                product, ys[lead], addend, row, rows, first, STARTS[lead], WIDTHS[lead],
+                SITU[lead], BETA, LINEAR_BETA, ADDEND,
             )  # fmt: skip
+        elif GROUPS[lead] == lead:
+            # A loop over the group keeps its code short: it is cold at each launch.
+            for place in tl.range(SIZES[lead]):
+                y, start, width = ys[lead], STARTS[lead], WIDTHS[lead]
+                for i in tl.static_range(lead + 1, len(WIDTHS)):
+                    if GROUPS[i] == lead:
+                        chosen = place == PLACES[i]
+                        y = tl.where(chosen, ys[i], y)
+                        start = tl.where(chosen, STARTS[i], start)
+                        width = tl.where(chosen, WIDTHS[i], width)
+                _store_range(
+                    product, y, addend, row, rows, first,
+                    tl.multiple_of(start, 16), tl.multiple_of(width, MULTIPLES[lead]),
+                    SITU[lead], BETA, LINEAR_BETA, ADDEND,
+                )  # fmt: skip
 
 
 @triton.jit
 def _store_range(
-    product, y, addend, row, rows, first, WIDTH: tl.constexpr, SITU: tl.constexpr,
+    product, y, addend, row, rows, first, start, width, SITU: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, ADDEND: tl.constexpr,
 ):  # fmt: skip
-    """Store the part of a tile that lies in one result; `first` counts from its first column."""
+    """Store the part of a tile that lies in the result of `width` that begins at column `start`."""
     wide: tl.constexpr = product.shape[1]
     dtype: tl.constexpr = y.dtype.element_ty
-    if SITU:
-        column = first // 2 + tl.arange(0, wide // 2)
-        gate, up = tl.split(tl.reshape(product, (product.shape[0], wide // 2, 2)))
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        value = situ(gate, up, BETA, LINEAR_BETA).to(dtype)
-    else:
-        column = first + tl.arange(0, wide)
-        value = product.to(dtype)
-    inside = (row < rows)[:, None] & ((column >= 0) & (column < WIDTH))[None, :]
-    at = row[:, None] * WIDTH + column[None, :]
-    if ADDEND:
-        other = tl.load(addend + at, mask=inside, other=0).to(tl.float32)
-        value = (value.to(tl.float32) + other).to(dtype)
-    tl.store(y + at, value, mask=inside)
+    if (first + wide > start) & (first < start + width * (1 + SITU)):
+        if SITU:
+            column = (first - start) // 2 + tl.arange(0, wide // 2)
+            gate, up = tl.split(tl.reshape(product, (product.shape[0], wide // 2, 2)))
+            gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+            value = situ(gate, up, BETA, LINEAR_BETA).to(dtype)
+        else:
+            column = first - start + tl.arange(0, wide)
+            value = product.to(dtype)
+        inside = (row < rows)[:, None] & ((column >= 0) & (column < width))[None, :]
+        at = row[:, None] * width + column[None, :]
+        if ADDEND:
+            other = tl.load(addend + at, mask=inside, other=0).to(tl.float32)
+            value = (value.to(tl.float32) + other).to(dtype)
+        tl.store(y + at, value, mask=inside)

@@ -68,7 +68,7 @@ def _template(rows: int, norm: bool) -> LinearTemplate:
     return NORM_GEMM if norm else LINEAR_GEMM
 
 
-RAGGED = ((48, "none", "bf16"), (20, "situ", "bf16"), (33, "none", "f32"))
+RAGGED = ((48, "none", "bf16"), (20, "situ", "bf16"), (33, "none", "f32"), (24, "none", "bf16"))
 WHOLE = ((40, "none", "bf16"),)
 
 
@@ -171,7 +171,7 @@ def test_one_kernel_serves_many_numbers_of_rows() -> None:
 
 
 def test_all_templates_read_the_same_packed_bytes() -> None:
-    expected = "rows.48-20s-33"
+    expected = "rows.48-20s-33-24"
     assert LINEAR_DECODE.layouts(Case(3, 96, RAGGED).node(), H200) == {1: expected}
     assert LINEAR_GEMM.layouts(Case(30, 96, RAGGED).node(), H200) == {1: expected}
     assert NORM_DECODE.layouts(Case(3, 96, RAGGED, norm=True).node(), H200) == {2: expected}
@@ -190,7 +190,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
     gelu = replace(n, attrs={**n.attrs, "epilogues": ("none", "gelu", "none")})
     assert "epilogue must be none or situ (gelu)" in str(LINEAR_GEMM.accepts(gelu, H200))
     short = replace(n, results=n.results[:2], attrs={**n.attrs, "epilogues": ("none", "situ")})
-    assert "use 88 weight rows (121)" in str(LINEAR_GEMM.accepts(short, H200))
+    assert "use 88 weight rows (145)" in str(LINEAR_GEMM.accepts(short, H200))
     assert "want 17 to" in str(LINEAR_GEMM.accepts(n, H200))
     assert "want 1 to 16 rows (17)" in str(LINEAR_DECODE.accepts(Case(17, 96, RAGGED).node(), H200))
 
