@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k3c.ir.graph import Node
-from tests.support.kernel_runner import node
+from tests.support.nodes import node
 
 CONV_STATE, KDA_STATE = 12, 13
 

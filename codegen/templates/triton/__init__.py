@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from k3c.codegen.templates.triton import (
+    attn_res_norm,
     combine,
     embed,
+    kda_decode,
     linear_decode,
     linear_gemm,
     pointwise,
+    rms_norm,
     route,
     sample,
     token_logprob,
@@ -23,4 +26,7 @@ GPU_TEMPLATES: tuple[Template, ...] = (
     *pointwise.TEMPLATES,
     *sample.TEMPLATES,
     *token_logprob.TEMPLATES,
+    *kda_decode.TEMPLATES,
+    *attn_res_norm.TEMPLATES,
+    *rms_norm.TEMPLATES,
 )

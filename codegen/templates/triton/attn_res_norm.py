@@ -1,0 +1,205 @@
+"""attn_res_norm: join, mixture over the committed blocks, norm and commit of one site.
+
+A block is a token. It asks for all sources at once, keeps them in registers as loaded, and reduces
+the scores of all of them in one round: a mixture without a second read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import triton
+import triton.language as tl
+
+from k3c.codegen.template import refuse_dtype
+from k3c.codegen.templates.triton.common import release_dependents, wait_for_inputs
+from k3c.codegen.templates.triton.pairs import first_of, pair_pointer, second_of, to_pairs
+from k3c.codegen.triton_template import TritonTemplate
+from k3c.codegen.tuning import Config
+from k3c.ir.graph import LayerAttr, Node
+from k3c.ir.refusal import Refusal
+from k3c.targets.catalogue import Cost, Scalar, Stage
+from k3c.targets.target import Target
+
+_BANK = 2
+_NORMS = (3, 4, 5)
+_LAYER_SCALARS = ("rows", "restart", "commit_row")
+# Threads of a block: its registers hold all sources of a token, and fewer threads hold more each.
+_THREADS = (256, 512)
+# A dot product and a square for the score, a multiplication and an addition for the mixture.
+_FLOPS_PER_SOURCE_ELEMENT = 6
+# Widest row that the registers of a block hold nine times.
+_MAX_WIDTH = 8192
+
+
+@triton.jit
+def _add(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _join(prefix, delta, restart):
+    """Return prefix + delta as pairs; delta alone where `restart` is not 0."""
+    first = first_of(prefix) + first_of(delta)
+    second = second_of(prefix) + second_of(delta)
+    return tl.where(restart == 0, to_pairs(first, second, delta), delta)
+
+
+@triton.jit
+def _sums(pairs, query, AXIS: tl.constexpr):
+    """Return dot products with the query and sums of squares, over the last axis of the pairs."""
+    query_a, query_b = query
+    a, b = first_of(pairs), second_of(pairs)
+    return tl.reduce((a * query_a + b * query_b, a * a + b * b), AXIS, _add)
+
+
+# Longer than a function here may be: one token's dataflow, whose parts share its registers.
+@triton.jit
+def _mixture(
+    bank, block_stride, own, restart, query, columns, in_row, visible, hidden,
+    D: tl.constexpr, RES_EPS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Return the joined prefix and the mixture of it with `visible` <= R rows of the bank.
+
+    Args:
+        bank: Pointer to the pairs of the token's row of the first block.
+        block_stride: Pairs from a block to the next.
+        own: Pairs of the prefix and of what it is joined with.
+        restart: Layer attribute.
+        query: Even and odd columns f32[N] of the norm weight times the projection.
+        columns: 0 .. N - 1, N pairs padded to a power of two.
+        in_row: columns < D / 2.
+        visible: Layer attribute `rows`.
+        hidden: 0, but the compiler must not know it.
+        D: Width.
+        RES_EPS: Epsilon of the scores.
+        R: Rows of the bank that registers have room for.
+    """
+    blocks = tl.arange(0, R)
+    at = bank + blocks[:, None].to(tl.int64) * block_stride + columns[None, :]
+    rows = tl.load(at, mask=(blocks < visible)[:, None] & in_row[None, :], other=0)
+    prefix, delta = own
+    joined = _join(prefix, delta, restart)
+    own_dot, own_square = _sums(joined, query, 0)
+    query_a, query_b = query
+    dots, squares = _sums(rows, (query_a[None, :], query_b[None, :]), 1)
+    scores = dots * tl.rsqrt(squares / D + RES_EPS)
+    scores = tl.where(blocks < visible, scores, float("-inf"))
+    own_score = own_dot * tl.rsqrt(own_square / D + RES_EPS)
+    top = tl.maximum(tl.max(scores, 0), own_score)
+    weights, own_weight = tl.exp(scores - top), tl.exp(own_score - top)
+    total = tl.sum(weights, 0) + own_weight
+    weights, own_weight = (weights / total)[:, None], own_weight / total
+    # What is unpacked again need not wait unpacked since the scores.
+    rows ^= hidden
+    again = joined ^ hidden
+    mixed_a = tl.sum(first_of(rows) * weights, 0) + first_of(again) * own_weight
+    mixed_b = tl.sum(second_of(rows) * weights, 0) + second_of(again) * own_weight
+    return joined, mixed_a, mixed_b
+
+
+@triton.jit
+def attn_res_norm(
+    prefix, delta, bank, res_norm, res_proj, norm, y, tokens, visible, restart, commit_row,
+    D: tl.constexpr, R: tl.constexpr, RES_EPS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Do one token of one site."""
+    PAIRS: tl.constexpr = D // 2
+    columns = tl.arange(0, triton.next_power_of_2(PAIRS))
+    in_row = columns < PAIRS
+    scale = tl.load(pair_pointer(res_norm) + columns, mask=in_row, other=0)
+    direction = tl.load(pair_pointer(res_proj) + columns, mask=in_row, other=0)
+    query_a = first_of(scale) * first_of(direction)
+    query_b = second_of(scale) * second_of(direction)
+    weight = tl.load(pair_pointer(norm) + columns, mask=in_row, other=0)
+
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64) * PAIRS
+    stride = tokens.to(tl.int64) * PAIRS
+    blocks = pair_pointer(bank) + row
+    own_at = pair_pointer(prefix) + row + columns
+    # A restart leaves a prefix that nobody may have written.
+    kept = columns < tl.where(restart == 0, PAIRS, 0)
+    own = tl.load(own_at, mask=kept, other=0)
+    added = tl.load(pair_pointer(delta) + row + columns, mask=in_row, other=0)
+    release_dependents(PDL)
+    hidden = tokens >> 30
+    query, both = (query_a, query_b), (own, added)
+    if R >= 8 and visible <= R // 2:
+        joined, mixed_a, mixed_b = _mixture(
+            blocks, stride, both, restart, query, columns, in_row, visible, hidden, D, RES_EPS,
+            R // 2,
+        )  # fmt: skip
+    else:
+        joined, mixed_a, mixed_b = _mixture(
+            blocks, stride, both, restart, query, columns, in_row, visible, hidden, D, RES_EPS, R
+        )
+    tl.store(own_at, joined, mask=in_row)
+    committed = blocks + tl.maximum(commit_row, 0).to(tl.int64) * stride + columns
+    tl.store(committed, joined, mask=columns < tl.where(commit_row >= 0, PAIRS, 0))
+
+    mixed = to_pairs(mixed_a, mixed_b, joined)
+    a, b = first_of(mixed), second_of(mixed)
+    factor = tl.rsqrt(tl.sum(a * a + b * b, 0) / D + EPS)
+    result = to_pairs(a * factor * first_of(weight), b * factor * second_of(weight), joined)
+    tl.store(pair_pointer(y) + row + columns, result, mask=in_row)
+
+
+class AttnResNorm(TritonTemplate):
+    """`attn_res_norm`; prefix and bank are updated in place."""
+
+    name: ClassVar[str] = "attn_res_norm"
+    op: ClassVar[str] = "attn_res_norm"
+    reference: ClassVar[str] = "attn_res_norm"
+    kernels: ClassVar[Mapping[str, Any]] = {"": attn_res_norm}
+
+    def accepts(self, node: Node, target: Target) -> Refusal | None:
+        """Return why this is not the template for a node, or None."""
+        for index in _NORMS:
+            if refusal := refuse_dtype(node, index, ("f32",)):
+                return refusal
+        blocks, _, width = node.operands[_BANK].type.sizes
+        if width % 2 or width > _MAX_WIDTH:
+            return Refusal(f"attn_res_norm takes an even width up to {_MAX_WIDTH}", str(width))
+        if blocks > 8:
+            return Refusal("attn_res_norm holds at most 8 rows of the bank", str(blocks))
+        acts = {node.operands[i].type.dtype.name for i in range(_BANK + 1)}
+        if len(acts) > 1:
+            return Refusal("prefix, delta and bank must have one dtype", ", ".join(sorted(acts)))
+        return refuse_dtype(node, 0, ("f32", "bf16"))
+
+    def scalars(self, node: Node) -> tuple[Scalar, ...]:
+        """Return the run-time integers: token rows, then bank rows, restart and commit row."""
+        layer: list[Scalar] = [("tokens", node.operands[0].type.sizes[0])]
+        for name in _LAYER_SCALARS:
+            value = node.attrs[name]
+            assert isinstance(value, int | LayerAttr), f"{name} of attn_res_norm is {value!r}"
+            layer.append((name, value))
+        return tuple(layer)
+
+    def configs(self, node: Node, target: Target) -> tuple[Config, ...]:
+        """Return the numbers of warps worth measuring."""
+        return tuple({"num_warps": n // target.lanes} for n in _THREADS)
+
+    def stages(self, node: Node, target: Target) -> tuple[Stage, ...]:
+        """Return the launch: a block a token."""
+        blocks, tokens, width = node.operands[_BANK].type.sizes
+        return (
+            self.stage(
+                node, target, "", (tokens, 1, 1),
+                num_warps=self.config(node, target)["num_warps"], pdl=target.kind == "cuda",
+                D=width, R=triton.next_power_of_2(blocks),
+                RES_EPS=node.attrs["res_eps"], EPS=node.attrs["eps"],
+            ),
+        )  # fmt: skip
+
+    def cost(self, node: Node, target: Target) -> Cost:
+        """Return the cost when every bank row is visible and one is committed."""
+        prefix, bank = node.operands[0].type, node.operands[_BANK].type
+        norms = sum(node.operands[i].type.nbytes for i in _NORMS)
+        flops = _FLOPS_PER_SOURCE_ELEMENT * (bank.elements + prefix.elements)
+        return Cost(2 * prefix.nbytes + bank.nbytes + norms, 3 * prefix.nbytes, flops)
+
+
+TEMPLATES = (AttnResNorm(),)
