@@ -22,7 +22,7 @@ _PAIRS_LIMIT = 8192  # routed rows up to which comparing all pairs should beat t
 _EITHER_WAY = (2048, 32768)  # routed rows between which both ways are worth measuring
 _CHUNK = 256  # routed rows of a chunk, compared pair by pair
 _QUERIES = 32  # rows or experts that a block places by comparing with all rows
-_PAIRS_BLOCK = 1024  # rows compared with at once
+_PAIRS_BLOCKS = (256, 1024)  # rows compared with at once: few where there are no more
 _STARTS_A_THREAD = 64  # comparisons of experts with rows, at once
 _SUM_CHUNKS, _SUM_EXPERTS = 512, 8  # chunks summed at once, experts a block
 _SORT_STAGES = ("pairs", "count", "sum", "start", "place")
@@ -42,10 +42,10 @@ class _Sorting(TritonTemplate):
         count = self._count(node)
         if not self.config(node, target)["chunks"]:
             grid = -(-rows // _QUERIES) + -(-(count + 1) // _QUERIES)
-            block = min(next_power_of_2(rows), _PAIRS_BLOCK)
+            block = _PAIRS_BLOCKS[rows > _PAIRS_BLOCKS[0]]
             return (self._sort(node, target, "pairs", grid, A=_QUERIES, B=block),)
         bins, chunks = next_power_of_2(count + 1), -(-rows // _CHUNK)
-        sums = {"A": min(next_power_of_2(chunks), _SUM_CHUNKS), "B": _SUM_EXPERTS}
+        sums = {"A": _SUM_CHUNKS, "B": _SUM_EXPERTS}
         return (
             self._sort(node, target, "count", chunks, A=bins, B=0),
             self._sort(node, target, "sum", -(-count // _SUM_EXPERTS), **sums),
