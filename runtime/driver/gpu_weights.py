@@ -74,11 +74,13 @@ class _Stream:
         try:
             while (part := self.take()) is not None:
                 self._load(part, view, buffer, stream)
-        finally:
-            # Not `call`: after a failure these fail too, and must not hide it.
-            codes = [api.functions["stream_destroy"](stream), api.functions["host_free"](buffer)]
-        if any(codes):
-            raise api.fault("host_free", max(codes), "buffer for weights")
+        except BaseException:
+            # After a failure these may fail too, and must not hide it.
+            api.functions["stream_destroy"](stream)
+            api.functions["host_free"](buffer)
+            raise
+        api.call("stream_destroy", stream, where="stream for weights")
+        api.call("host_free", buffer, where="buffer for weights")
 
     def _load(self, part: int, view: memoryview, buffer: int, stream: int) -> None:
         """Read, check and copy one part."""

@@ -10,20 +10,9 @@ import pytest
 from k3c.runtime.engine import Engine
 from k3c.runtime.loader import LoadOptions, load_artifact
 from tests.support.fake_plan import STOP, Sizes, expected_tokens
-from tests.support.stub_gpu import make_stub, write_gpu_artifact
+from tests.support.stub_gpu import write_gpu_artifact
 
 PROMPTS = [[1, 2, 3], [5], list(range(20)), [7] * 9, [11, 12]]
-KINDS = ("cuda", "hip")
-
-
-@pytest.fixture(params=KINDS)
-def kind(request):
-    return request.param
-
-
-@pytest.fixture
-def stub(kind, monkeypatch):
-    return make_stub(monkeypatch, kind)
 
 
 @pytest.fixture
