@@ -114,8 +114,14 @@ _KDA = {
     **_EPS,
 }
 _LINEAR = {"epilogues": AttrSpec("epilogues", ()), **_SITU}
-_KDA_STATE = f"conv_state: A[S, J-1, 3*P], kda_state: f32[S, heads, K, V], {_SLOTS}"
-_KDA_RESULTS = "A[T, heads*V], A[S, J-1, 3*P], f32[S, heads, K, V]"
+# G is the dtype of the recurrent state: f32, or bf16 where a target's plan says so.
+_KDA_POOLS = "conv_state: A[S, J-1, 3*P], kda_state: G[S, heads, K, V]"
+_KDA_STATE = f"{_KDA_POOLS}, {_SLOTS}"
+_KDA_RESULTS = "A[T, heads*V], A[S, J-1, 3*P], G[S, heads, K, V]"
+_KDA_FB = (
+    "q: A[T, P], k: A[T, P], v: A[T, P], z: A[T, P], f_a: A[T, F], b: A[T, heads],"
+    f" {_CONV}, a_log: f32[heads], dt_bias: f32[P], o_norm: f32[V], f_b: W[P, F]"
+)
 
 _TABLE = (
     _op(
@@ -211,11 +217,23 @@ _TABLE = (
         _KDA, in_place={1: 12, 2: 13},
     ),
     _op(
-        "kda_fb", "kernel",
-        "q: A[T, P], k: A[T, P], v: A[T, P], z: A[T, P], f_a: A[T, F], b: A[T, heads],"
-        f" {_CONV}, a_log: f32[heads], dt_bias: f32[P], o_norm: f32[V], f_b: W[P, F],"
-        f" {_KDA_STATE} -> {_KDA_RESULTS}",
+        "kda_fb", "kernel", f"{_KDA_FB}, {_KDA_STATE} -> {_KDA_RESULTS}",
         _KDA, in_place={1: 13, 2: 14},
+    ),
+    _op(
+        "kda_verify", "kernel",
+        f"{_KDA_FB}, {_KDA_POOLS}, rec_k: f32[S, width, heads, K], rec_g: f32[S, width, heads, K],"
+        f" rec_u: f32[S, width, heads, V], rec_conv: A[S, width, 3*P], {_SLOTS} -> A[T, heads*V],"
+        " f32[S, width, heads, K], f32[S, width, heads, K], f32[S, width, heads, V],"
+        " A[S, width, 3*P]",
+        {**_KDA, "width": _INT}, in_place={1: 15, 2: 16, 3: 17, 4: 18},
+    ),
+    _op(
+        "kda_fold", "kernel",
+        "conv_state: A[S, 3, C], kda_state: G[S, H, K, V], rec_k: f32[S, W, H, K],"
+        " rec_g: f32[S, W, H, K], rec_u: f32[S, W, H, V], rec_conv: A[S, W, C], slots: i32[B],"
+        " accepted: i32[B] -> A[S, 3, C], G[S, H, K, V]",
+        {}, in_place={0: 0, 1: 1},
     ),
     _op(
         "mla_absorb_q", "kernel",

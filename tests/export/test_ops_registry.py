@@ -8,6 +8,7 @@ from k3c.export.ops import REFERENCE, library
 KERNEL_OPS = {
     *("attn_res_norm", "kda", "mla_absorb_q", "mla_attend", "mla_absorb_v"),
     *("dispatch", "grouped_gemm", "combine_norm", "add", "kda_fb", "norm_linear"),
+    *("kda_verify", "kda_fold"),
     *("route_dispatch", "all_reduce", "all_gather", "join_columns", "advance"),
 }
 MODEL_OPS = sorted(set(REFERENCE) - KERNEL_OPS)

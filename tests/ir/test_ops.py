@@ -32,6 +32,8 @@ def test_in_place_pairs_are_those_of_the_kernels():
         "attn_res_norm": {0: 0, 2: 2},
         "kda": {1: 12, 2: 13},
         "kda_fb": {1: 13, 2: 14},
+        "kda_verify": {1: 15, 2: 16, 3: 17, 4: 18},
+        "kda_fold": {0: 0, 1: 1},
         "mla_append": {0: 2},
         "advance": {0: 1, 1: 2, 2: 4},
     }

@@ -7,6 +7,7 @@ from k3c.codegen.templates.triton import (
     combine,
     embed,
     kda_decode,
+    kda_verify,
     linear_decode,
     linear_gemm,
     pointwise,
@@ -27,6 +28,7 @@ GPU_TEMPLATES: tuple[Template, ...] = (
     *sample.TEMPLATES,
     *token_logprob.TEMPLATES,
     *kda_decode.TEMPLATES,
+    *kda_verify.TEMPLATES,
     *attn_res_norm.TEMPLATES,
     *rms_norm.TEMPLATES,
 )

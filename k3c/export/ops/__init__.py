@@ -49,6 +49,7 @@ from k3c.export.ops.sharded import (
     local_embed,
     route_dispatch,
 )
+from k3c.export.ops.speculation import kda_fold, kda_verify
 
 __all__ = [
     "REFERENCE",
@@ -72,9 +73,11 @@ __all__ = [
     "kda",
     "kda_chunkwise",
     "kda_fb",
+    "kda_fold",
     "kda_gate",
     "kda_recurrence",
     "kda_recurrent",
+    "kda_verify",
     "l2_norm",
     "library",
     "linear",
