@@ -13,16 +13,18 @@ from k3c.ir.types import MXFP4, ROW_MAJOR
 
 if TYPE_CHECKING:
     from k3c.targets.catalogue import Catalogue
+    from k3c.targets.mesh import Mesh
     from k3c.targets.target import Target
 
 
 @dataclass(frozen=True)
 class PassContext:
-    """The device, its kernel templates (injected), and the log that the running pass writes."""
+    """The device, its kernel templates (injected), the log of the running pass, and the mesh."""
 
     target: Target
     catalogue: Catalogue
     log: RewriteLog = field(default_factory=RewriteLog)
+    mesh: Mesh | None = None
 
     def implements(self, op: str) -> bool:
         """Whether the catalogue has a template for an op: fusions for some targets ask."""
@@ -63,14 +65,15 @@ def _packed(module: Module) -> str | None:
     return f"no layout on {', '.join(plain)}" if plain else None
 
 
-def _level(level: str) -> Condition:
+def _level(*levels: str) -> Condition:
     def check(module: Module) -> str | None:
-        return None if module.level == level else f"the level is {module.level}"
+        return None if module.level in levels else f"the level is {module.level}"
 
-    return Condition(f"level {level}", check)
+    return Condition(f"level {' or '.join(levels)}", check)
 
 
 MODEL_LEVEL = _level("model")
+BEFORE_KERNELS = _level("model", "mesh")
 KERNEL_LEVEL = _level("kernel")
 NO_DEAD_NODES = Condition("no dead nodes", _dead)
 MXFP4_HAS_LAYOUT = Condition("every mxfp4 weight has a layout", _packed)

@@ -20,10 +20,10 @@ from k3c.ir.graph import Module, Node, Value
 from k3c.ir.pattern import Match, parse_pattern
 from k3c.ir.refusal import Refusal
 from k3c.ir.rewrite import Replacement, Rule, apply_rules
-from k3c.passes.context import MODEL_LEVEL, NO_DEAD_NODES, PassContext, absent
+from k3c.passes.context import BEFORE_KERNELS, NO_DEAD_NODES, PassContext, absent
 
 NAME = "fuse_attn_res"
-REQUIRES = (MODEL_LEVEL, NO_DEAD_NODES)
+REQUIRES = (BEFORE_KERNELS, NO_DEAD_NODES)
 ENSURES = (absent("attn_res", "residual_join", "bank_commit"),)
 REQUIRED = True
 ANCHORS = ("attn_res",)

@@ -6,8 +6,9 @@ Before:  %q = linear(%x, %wq)              After:  %q, %k = linear(%x, %wq_and_1
          %b = grouped_linear(%z, %w3, %e)
 
 The fused weight lists the sources of its parts, and what a rank reads of them, in node order; its
-rows (for experts: the rows of each expert) are theirs, one part after the other. Saves a launch and a read of the input for each
-projection but the first, and gives the GEMM more columns to spread over cores.
+rows (for experts: the rows of each expert) are theirs, one part after the other. Saves a launch and
+a read of the input for each projection but the first, and gives the GEMM more columns to spread
+over cores.
 Runs after fuse_attn_res, before fuse_kda. The grouped form with several results is transient:
 fuse_epilogue turns it into one result. Weights of different dtypes stay separate GEMMs.
 """

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from k3c.errors import PassError
 from k3c.ir.edit import bind_node, substitute
 from k3c.ir.graph import Graph, Module, Node, Value
+from k3c.ir.ops import COLLECTIVES
 from k3c.ir.refusal import Refusal
 from k3c.ir.rewrite import Refused
 from k3c.ir.types import MXFP4, ROW_MAJOR, Layout, SymDim
@@ -74,7 +75,7 @@ class _GraphLayouts:
         """Return the layout that the nodes want for each weight, by name."""
         weights = {weight.value.name for weight in self.graph.weights}
         wanted: dict[str, str] = {}
-        for node in self.graph.nodes:
+        for node in (n for n in self.graph.nodes if n.op not in COLLECTIVES):
             for operand, layout in self._of_node(node).items():
                 name = node.operands[operand].name
                 where = f"graph @{self.graph.name}, %{name}"

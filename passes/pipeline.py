@@ -32,6 +32,7 @@ from k3c.passes import (
     layout_mxfp4,
     lower_mla,
     lower_moe,
+    shard,
 )
 from k3c.passes.context import Condition, PassContext
 
@@ -63,6 +64,7 @@ PIPELINE: tuple[Pass, ...] = cast(
     "tuple[Pass, ...]",
     (
         canonicalize,
+        shard,
         fuse_attn_res,
         fuse_projections,
         fuse_kda,

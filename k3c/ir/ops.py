@@ -14,7 +14,7 @@ from k3c.ir.graph import Node
 from k3c.ir.op_spec import AttrSpec, Level, OpSpec, epilogues
 from k3c.ir.signature import FLOATS, Binding, parse_signature
 
-__all__ = ["OPS", "epilogues"]
+__all__ = ["COLLECTIVES", "OPS", "epilogues"]
 
 
 def _column_ranges(node: Node, binding: Binding) -> str | None:
@@ -143,6 +143,10 @@ _TABLE = (
         {"row": _LAYER},
     ),
     _op("rms_norm", "both", "x: A[T, D], w: f32[D] -> A[T, D]", _EPS),
+    _op(
+        "norm_columns", "both", "x: A[T, D], w: f32[D] -> A[T, columns]",
+        {"columns": _INT, "first_column": _LAYER, **_EPS},
+    ),
     _op(
         "linear", "both", "x: A[T, K], w: W[N, K], addend?: A[T, N] -> ...",
         _LINEAR, extra=_addend,
@@ -289,5 +293,8 @@ _TABLE = (
         {}, in_place={0: 1, 1: 2, 2: 4}, updates_io=True,
     ),
 )  # fmt: skip
+
+# Done by the runtime between ranks: no kernel template implements them.
+COLLECTIVES = ("all_reduce", "all_gather")
 
 OPS: Mapping[str, OpSpec] = {spec.name: spec for spec in _TABLE}

@@ -9,7 +9,7 @@ KERNEL_OPS = {
     *("attn_res_norm", "kda", "mla_absorb_q", "mla_attend", "mla_absorb_v"),
     *("dispatch", "grouped_gemm", "combine_norm", "add", "kda_fb", "norm_linear"),
     *("kda_verify", "kda_fold"),
-    *("route_dispatch", "all_reduce", "all_gather", "join_columns", "advance"),
+    *("route_dispatch", "all_reduce", "all_gather", "join_columns", "norm_columns", "advance"),
 }
 MODEL_OPS = sorted(set(REFERENCE) - KERNEL_OPS)
 

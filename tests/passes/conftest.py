@@ -4,6 +4,7 @@
     why: one sentence
     refused: a refusal's text that must be reported (optional)
     catalogue: templates of tests/support/fake_layouts.py (optional)
+    mesh: as --mesh takes it, `+ latent` where latent projections are sharded (optional)
     == before
     <IR>
     == after                     or  == unchanged: <refusal>   or  == error: <Class> [line N]
@@ -28,8 +29,9 @@ from k3c.ir.text import parse, show
 from k3c.ir.verify import verify
 from k3c.passes.context import PassContext
 from k3c.passes.pipeline import PIPELINE, Pass, run_pass
+from k3c.targets.mesh import Mesh, parse_mesh
 from tests.support.fake_layouts import TARGET, catalogue
-from tests.support.meaning import assert_same_meaning
+from tests.support.meaning import assert_ranks_compute_the_same, assert_same_meaning
 
 _SECTION = re.compile(r"^== (before|after|unchanged|error)(?:: (.*))?$", re.MULTILINE)
 
@@ -51,14 +53,24 @@ class Case:
 
     def context(self) -> PassContext:
         """A context with the case's catalogue and an empty log."""
-        return PassContext(TARGET, catalogue(self.header.get("catalogue", "")), RewriteLog())
+        return PassContext(
+            TARGET, catalogue(self.header.get("catalogue", "")), RewriteLog(), self.mesh
+        )
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the case names."""
+        axes, _, latent = self.header.get("mesh", "").partition(" + ")
+        return parse_mesh(axes, "sharded" if latent else "replicated")
 
 
 def read_case(text: str) -> Case:
     """Split a case's text."""
     head, *parts = _SECTION.split(text)
     header = dict(line.split(": ", 1) for line in head.strip().splitlines())
-    assert set(header) <= {"pass", "why", "refused", "catalogue"}, f"header {sorted(header)}"
+    assert set(header) <= {"pass", "why", "refused", "catalogue", "mesh"}, (
+        f"header {sorted(header)}"
+    )
     (_, _, before), (kind, argument, after) = parts[:3], parts[3:]
     return Case(header, before.lstrip("\n"), kind, argument or "", after.lstrip("\n"))
 
@@ -115,7 +127,10 @@ def check_rewrite(case: Case) -> None:
     verify(after)
     assert parse(show(after)) == after
     assert_idempotent(case, after)
-    assert_same_meaning(before, after)
+    if case.mesh is None:
+        assert_same_meaning(before, after)
+    else:
+        assert_ranks_compute_the_same(before, after)
 
 
 def assert_idempotent(case: Case, after: Module) -> None:

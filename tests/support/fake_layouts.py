@@ -44,5 +44,7 @@ def catalogue(name: str) -> Catalogue:
                   FakeTemplate("embed", "rows.v8")),
         "fused": tuple(FakeTemplate(op, "") for op in
                        ("kda_fb", "route_dispatch", "norm_linear", "advance")),
+        "ranks": (FakeTemplate("grouped_gemm", "mx32.v8"), *(FakeTemplate(op, "") for op in
+                  ("kda_fb", "route_dispatch", "norm_linear", "advance", "linear"))),
     }  # fmt: skip
     return Catalogue(templates[name])  # pyright: ignore[reportArgumentType]

@@ -56,13 +56,13 @@ def interpret_graph(
     env: dict[str, Any] = dict(weights)
     for item in graph.inputs:
         tensor = inputs[item.value.name]
-        _bind(item.value.type, tensor, dims, f"{graph.name}: input {item.value.name}")
+        bind_dims(item.value.type, tensor, dims, f"{graph.name}: input {item.value.name}")
         env[item.value.name] = tensor
     for node in graph.nodes:
-        results = _call(node, [env[o.name] for o in node.operands], attrs or {})
+        results = call_node(node, [env[o.name] for o in node.operands], attrs or {})
         assert len(results) == len(node.results), f"{graph.name}: {node.op}: {len(results)} results"
         for value, tensor in zip(node.results, results, strict=True):
-            _bind(value.type, tensor, dims, f"{graph.name}: {node.op} -> {value.name}")
+            bind_dims(value.type, tensor, dims, f"{graph.name}: {node.op} -> {value.name}")
             env[value.name] = tensor
     return {name: env[value.name] for name, value in graph.outputs}
 
@@ -135,7 +135,8 @@ def _load(checkpoint: Checkpoint, sources: tuple[str, ...], dtype: DType, layer:
     return torch.cat([checkpoint.load(name) for name in names]).to(TORCH[dtype.name])
 
 
-def _call(node: Node, operands: list[Any], layer: Mapping[str, int]) -> tuple[Tensor, ...]:
+def call_node(node: Node, operands: list[Any], layer: Mapping[str, int]) -> tuple[Tensor, ...]:
+    """Run one node; `layer` are the layer attributes of the call."""
     if node.op == "add":
         return (operands[0] + operands[1],)
     if node.op == "cast":
@@ -162,7 +163,7 @@ def _call(node: Node, operands: list[Any], layer: Mapping[str, int]) -> tuple[Te
     return results
 
 
-def _bind(kind: TensorType, tensor: Tensor, dims: dict[str, int], where: str) -> None:
+def bind_dims(kind: TensorType, tensor: Tensor, dims: dict[str, int], where: str) -> None:
     """Check a tensor against its type; a symbolic dimension takes its first size."""
     assert tensor.dtype == TORCH[kind.dtype.name], f"{where}: {tensor.dtype}, type {kind}"
     assert tensor.dim() == len(kind.shape), f"{where}: {list(tensor.shape)}, type {kind}"

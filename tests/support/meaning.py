@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from k3c.ir.graph import Module
+from k3c.ir.graph import Call, Module
 from tests.support.closeness import relative_error
 from tests.support.interp import interpret_graph
 from tests.support.random_tensors import inputs_of, layer_attrs_of, sources_of, weights_from
+from tests.support.ranks import run_graph
 
 
 def assert_same_meaning(before: Module, after: Module, bound: float = 0.0) -> None:
@@ -24,3 +25,28 @@ def assert_same_meaning(before: Module, after: Module, bound: float = 0.0) -> No
         for name, tensor in want.items():
             error = relative_error(got[name].nan_to_num(7.0), tensor.nan_to_num(7.0))
             assert error <= bound, f"@{old.name} {name} differs by {error}, bound {bound}"
+
+
+def assert_ranks_compute_the_same(before: Module, after: Module, bound: float = 2.0**-6) -> None:
+    """Interpret every graph without state on all ranks of the mesh of `after`, and compare.
+
+    The default bound is a few steps of bf16: each rank rounds its part of a sum.
+    """
+    ranks = max(size for _, size in after.mesh)
+    for old in before.graphs:
+        if any(item.role == "state" for item in old.inputs):
+            continue
+        new, sources = after.graph(old.name), sources_of(old)
+        attrs, calls = (
+            layer_attrs_of(before, old),
+            [c for c in after.schedule if c.graph == old.name],
+        )
+        want = interpret_graph(old, inputs_of(old), weights_from(sources, old), attrs)
+        envs = [dict(inputs_of(new)) for _ in range(ranks)]
+        run_graph(
+            new, calls[-1] if calls else Call(old.name, 0), envs, lambda n, _, s=sources: s[n]
+        )
+        for env in envs:
+            for name, value in new.outputs:
+                error = relative_error(env[value.name], want[name])
+                assert error <= bound, f"@{old.name} {name} differs by {error}, bound {bound}"

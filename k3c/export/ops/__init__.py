@@ -47,6 +47,7 @@ from k3c.export.ops.sharded import (
     dispatch,
     join_columns,
     local_embed,
+    norm_columns,
     route_dispatch,
 )
 from k3c.export.ops.speculation import kda_fold, kda_verify
@@ -89,6 +90,7 @@ __all__ = [
     "mla_attend",
     "mla_attention",
     "mla_attention_expanded",
+    "norm_columns",
     "norm_linear",
     "residual_join",
     "rms_norm",

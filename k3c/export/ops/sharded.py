@@ -9,6 +9,7 @@ from torch import Tensor
 
 from k3c.export.ops.linear import embed
 from k3c.export.ops.moe import grouped_linear, route_topk
+from k3c.export.ops.norm import rms_norm
 from k3c.export.ops.registry import as_dtype, reference
 
 Mxfp4 = tuple[Tensor, Tensor]
@@ -117,6 +118,14 @@ def local_grouped_linear(
     local = _local(experts, weight[0].shape[0], first_expert)
     rows = grouped_linear(x, *weight, local.clamp(min=0))
     return torch.where((local >= 0)[..., None], rows, torch.nan)
+
+
+@reference("norm_columns")
+def norm_columns(
+    x: Tensor, weight: Tensor, *, columns: int, first_column: int, eps: float
+) -> Tensor:
+    """Return columns first_column .. first_column + columns - 1 of rms_norm(x A[T, D], f32[D])."""
+    return rms_norm(x, weight, eps)[:, first_column : first_column + columns].contiguous()
 
 
 @reference("all_reduce")
