@@ -82,8 +82,13 @@ class TritonTemplate(ABC):
         return ({},)
 
     def config(self, node: Node, target: Target) -> Config:
-        """Return the measured best configuration, or the rule's choice where none was measured."""
+        """Return the measured best configuration, or the rule's choice where none was measured.
+
+        A target that asks for a variant gets that candidate: then all are to be measured.
+        """
         candidates = self.configs(node, target)
+        if target.variant is not None:
+            return candidates[target.variant % len(candidates)]
         return tuned(target.name, self.name, self.tuning_key(node), candidates)
 
     def tuning_key(self, node: Node) -> str:

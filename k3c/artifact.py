@@ -91,6 +91,8 @@ class Command:
         grid: Blocks along x, y and z on a GPU; empty on a CPU.
         after: Commands of the same graph, by index, that must be done before it starts. With none
             it waits only for the whole call before. A CPU runs commands in the order of the plan.
+        floor_ns: What the target cannot do it faster than, by bytes and operations, nanoseconds; of
+            several commands of one node the first one has it.
     """
 
     kind: Literal["launch", "collective", "copy", "wait"]
@@ -101,6 +103,7 @@ class Command:
     label: str
     grid: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    floor_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,34 @@ class Member:
     nbytes: int
     sha256: str
     parts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that a variant of a bucket uses for one node, for `k3c tune`.
+
+    Attributes:
+        bucket: The variant, e.g. `decode.b8.v3`.
+        graph: The graph of the node.
+        label: The label of the node's commands.
+        template: Name of the template.
+        key: What names the node in the tuning table.
+        config: The configuration.
+    """
+
+    bucket: str
+    graph: str
+    label: str
+    template: str
+    key: str
+    config: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class CandidateList:
+    """All candidates of an artifact."""
+
+    candidates: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)

@@ -101,13 +101,26 @@ def compile_(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="rows of the largest prefill step at most")
     ] = 8192,
+    buckets: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="compile these only, e.g. decode.b1,prefill.t2048; default: all"),
+    ] = None,
+    candidates: Annotated[
+        bool, typer.Option("--candidates", help="make an artifact for k3c tune")
+    ] = False,
 ) -> None:
     """Compile a checkpoint into an artifact for one target."""
     from k3c.compile import CompileOptions, compile_model
     from k3c.console import Console
 
     options = CompileOptions(
-        target, compute.value, max_num_seqs, max_model_len, max_num_batched_tokens
+        target,
+        compute.value,
+        max_num_seqs,
+        max_model_len,
+        max_num_batched_tokens,
+        candidates,
+        tuple(buckets.split(",")) if buckets else (),
     )
     with Console() as console:
         compile_model(model, output, options, console)
@@ -176,12 +189,36 @@ def inspect(
 def bench(
     artifact: ArtifactArg,
     repeat: Annotated[int, typer.Option(help="measured steps per bucket")] = 10,
+    workload: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="W1, W1L, W1S, W2 or W3: steps on synthetic weights, by kind of node"),
+    ] = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Measure start-up phases, and prefill and decode rates by bucket."""
+    """Measure start-up phases, and prefill and decode rates by bucket; or a standard workload."""
+    if workload is not None:
+        from k3c.workloads import bench_workload
+
+        bench_workload(artifact, workload, repeat, as_json)
+        return
     from k3c.bench import bench_artifact
 
     bench_artifact(artifact, repeat, as_json)
+
+
+@app.command()
+def tune(
+    artifact: ArtifactArg,
+    output: Annotated[Path, typer.Option("-o", "--output", help="table to write or to extend")],
+    context: Annotated[int, typer.Option(help="tokens of a request before a decode step")] = 8192,
+) -> None:
+    """Measure the candidates of an artifact on this machine's GPU; writes codegen/tuning/*.json."""
+    from k3c.files import require_folder
+    from k3c.runtime.tuning import tune as measure
+
+    require_folder(output)
+    count = measure(artifact, output, context, lambda line: typer.echo(line, err=True))
+    typer.echo(f"{output}: {count} nodes measured")
 
 
 @app.command()

@@ -21,10 +21,12 @@ from k3c.artifact import (
     Plan,
     TargetInfo,
     WeightEntry,
+    to_json,
 )
-from k3c.artifact_dir import PASSES_FILE, TOKENIZER_FOLDER
+from k3c.artifact_dir import CANDIDATES_FILE, PASSES_FILE, TOKENIZER_FOLDER
 from k3c.artifact_writer import ArtifactWriter
 from k3c.buckets import bucket_sizes, make_buckets
+from k3c.candidates import candidate_list, select_variants
 from k3c.codegen.kernel_key import KernelRequest, kernel_symbol
 from k3c.codegen.template import packed_nbytes
 from k3c.console import Console
@@ -61,6 +63,8 @@ class CompileOptions:
         max_num_seqs: Requests held at the same time.
         max_model_len: Tokens of one request, prompt included.
         max_num_batched_tokens: Rows of the largest prefill step at most.
+        candidates: Make an artifact for `k3c tune` instead of one to serve.
+        buckets: Names of the buckets to compile, sorted out of all; empty: all.
     """
 
     target: str
@@ -68,6 +72,8 @@ class CompileOptions:
     max_num_seqs: int = 8
     max_model_len: int = 8192
     max_num_batched_tokens: int = 8192
+    candidates: bool = False
+    buckets: tuple[str, ...] = ()
 
 
 def export_text(model: Path, compute: str) -> str:
@@ -106,13 +112,16 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
     with console.phase("passes"):
         result = run_pipeline(module, PassContext(target, catalogue_of(target)))
     with console.phase("plan"):
-        buckets = make_buckets(cache, target, options.max_num_batched_tokens)
-        planned = _plan(result.module, cache, buckets, target)
+        buckets = _chosen(make_buckets(cache, target, options.max_num_batched_tokens), options)
+        select = select_variants if options.candidates else _select
+        planned = _plan(select(result.module, buckets, target), cache, target)
     with writer:
         with console.phase(f"kernels ({len(planned.requests)})"):
             kernels = add_kernels(writer, planned.requests, planned.plans, target)
         for plan in planned.plans:
             writer.add_plan(plan)
+        if options.candidates:
+            writer.add_text(CANDIDATES_FILE, to_json(candidate_list(planned.selections)))
         has_tokenizer = _add_texts(writer, model, module, result)
         with console.phase("weights"):
             _add_weights(writer, checkpoint, planned, console)
@@ -159,21 +168,39 @@ class _Planned:
 
     target: Target
     cache: CacheInfo
+    selections: tuple[Selected, ...]
     plans: tuple[Plan, ...]
     weights: tuple[WeightEntry, ...]
     requests: tuple[KernelRequest, ...]
 
 
-def _plan(module: Module, cache: CacheInfo, buckets: Sequence[Bucket], target: Target) -> _Planned:
-    """Plan every bucket."""
+def _chosen(buckets: tuple[Bucket, ...], options: CompileOptions) -> tuple[Bucket, ...]:
+    """Return the buckets that the user wants.
+
+    Raises:
+        ConfigError: There is none of a name.
+    """
+    names = [bucket.name for bucket in buckets]
+    unknown = [name for name in options.buckets if name not in names]
+    if unknown:
+        raise ConfigError(f"no bucket {unknown[0]!r}", "--buckets", f"there are {', '.join(names)}")
+    return tuple(b for b in buckets if not options.buckets or b.name in options.buckets)
+
+
+def _select(module: Module, buckets: Sequence[Bucket], target: Target) -> list[Selected]:
+    """Select the kernels of every bucket."""
     catalogue = catalogue_of(target)
-    selections = [select_kernels(module, bucket, catalogue, target) for bucket in buckets]
+    return [select_kernels(module, bucket, catalogue, target) for bucket in buckets]
+
+
+def _plan(selections: Sequence[Selected], cache: CacheInfo, target: Target) -> _Planned:
+    """Plan every bucket."""
     table = weight_table(selections, packed_nbytes)
     plans = tuple(build_plan(schedule(s), table, _symbol) for s in selections)
     requests = {kernel_symbol(r, target): r for s in selections for r in _requests(s)}
     ordered = tuple(requests[symbol] for symbol in sorted(requests))
     _check_fits(plans, target)
-    return _Planned(target, cache, plans, table.entries, ordered)
+    return _Planned(target, cache, tuple(selections), plans, table.entries, ordered)
 
 
 def _largest(plans: Sequence[Plan]) -> dict[str, int]:

@@ -29,7 +29,7 @@ from k3c.passes.schedule import Scheduled
 from k3c.passes.select_kernels import Selected
 from k3c.passes.weight_table import WeightTable
 from k3c.plan_check import require
-from k3c.targets.catalogue import Stage, Template
+from k3c.targets.catalogue import Cost, Stage, Template
 from k3c.targets.target import Target
 
 KernelSymbol = Callable[[Template, Stage, Target], str]
@@ -121,10 +121,12 @@ def _body(
         if workspace:
             args.append(f"{graph.name}.{node.results[0].name}.workspace")
             scratch[args[-1]] = workspace
+        floor_ns = _floor_ns(template.cost(node, selected.target), selected.target)
         for stage in template.stages(node, selected.target):
             symbol = kernel_symbol(template, stage, selected.target)
-            launch = _Launch(symbol, stage.grid, _scalars(template, node))
+            launch = _Launch(symbol, stage.grid, _scalars(template, node), floor_ns)
             commands.append(_command(node, launch, args, assignment))
+            floor_ns = 0
     commands += [_copy(to, source, assignment) for to, source in assignment.copies]
     return _Body(graph, assignment, _chained(commands), scratch, _spans(commands))
 
@@ -142,6 +144,19 @@ class _Launch:
     symbol: str
     grid: tuple[int, ...]
     scalars: tuple[Arg, ...]
+    floor_ns: int
+
+
+def label_of(node: Node) -> str:
+    """Return what reports call the commands of a node."""
+    return f"{node.op} -> %{node.results[0].name}"
+
+
+def _floor_ns(cost: Cost, target: Target) -> int:
+    """Return the nanoseconds that the slower of moving and computing takes at the target's best."""
+    # 1 GB/s moves a byte a nanosecond; 1 GFLOP/s computes an operation a nanosecond.
+    moving_ns = (cost.read_bytes + cost.write_bytes) / target.bandwidth_gbs
+    return round(max(moving_ns, cost.flops / target.peak_gflops))
 
 
 def _scalars(template: Template, node: Node) -> tuple[Arg, ...]:
@@ -163,8 +178,9 @@ def _command(node: Node, launch: _Launch, args: list[str], assignment: Assignmen
         args=(*(Arg(buffer=name) for name in args), *launch.scalars),
         reads=tuple(reads),
         writes=tuple(dict.fromkeys(written)),
-        label=f"{node.op} -> %{node.results[0].name}",
+        label=label_of(node),
         grid=launch.grid,
+        floor_ns=launch.floor_ns,
     )
 
 

@@ -79,6 +79,18 @@ class Template(Protocol):
         """Return the launches in order."""
         ...
 
+    def configs(self, node: Node, target: Target) -> tuple[Mapping[str, int], ...]:
+        """Return the configurations worth measuring, the rule's choice first; at least one."""
+        ...
+
+    def config(self, node: Node, target: Target) -> Mapping[str, int]:
+        """Return the configuration that `stages` uses."""
+        ...
+
+    def tuning_key(self, node: Node) -> str:
+        """Return what names a node in the tuning table."""
+        ...
+
     def scalars(self, node: Node) -> tuple[Scalar, ...]:
         """Return the integer arguments in order: a name, and a number or a layer attribute."""
         ...

@@ -32,6 +32,8 @@ class Target:
         memory_bytes: Memory that a plan may use, bytes.
         shared_bytes: Shared memory that a block may use, bytes; 0 on a CPU.
         min_driver: Oldest driver that loads the kernels; empty on a CPU.
+        variant: Which candidate configuration every kernel takes, counted round; None: the best
+            that is known.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Target:
     memory_bytes: int
     shared_bytes: int = 0
     min_driver: str = ""
+    variant: int | None = None
 
 
 def known_targets() -> tuple[str, ...]:
@@ -94,8 +97,8 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _target(name: str, data: dict[str, Any]) -> Target:
-    known = {f.name for f in fields(Target)} - {"name"}
-    needed = known - ({"shared_bytes", "min_driver"} if data["kind"] == "cpu" else set())
+    known = {f.name for f in fields(Target)} - {"name", "variant"}
+    needed = known - ({"shared_bytes", "min_driver"} if data["kind"] == "cpu" else set[str]())
     assert needed <= data.keys() <= known, f"{name}.toml: keys {sorted(data)}, need {sorted(known)}"
     values: dict[str, Any] = {**data, "name": name, "features": tuple(sorted(data["features"]))}
     return Target(**values)

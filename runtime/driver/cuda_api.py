@@ -115,6 +115,7 @@ class CudaApi(Api):
         "event_create": ("cuEventCreate", "pu"),
         "event_record": ("cuEventRecord", "pp"),
         "event_wait": ("cuEventSynchronize", "p"),
+        "event_elapsed": ("cuEventElapsedTime", "ppp"),
         "event_destroy": ("cuEventDestroy_v2", "p"),
         "module_load": ("cuModuleLoadData", "pp"),
         "module_unload": ("cuModuleUnload", "p"),

@@ -7,13 +7,13 @@ own, and ends before anything else begins.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from k3c.artifact import Kernel, Manifest, Plan
 from k3c.errors import ArtifactError, ConfigError, DeviceFault
-from k3c.runtime.binding import bind_commands
+from k3c.runtime.binding import Bound, bind_commands
 from k3c.runtime.driver.driver import Executor, Memory, Settings, WeightsFile
 from k3c.runtime.driver.gpu_api import GIB, Api
 from k3c.runtime.driver.gpu_device import Gpu, GpuMemory
@@ -29,6 +29,7 @@ class GpuDriver(ABC):
 
     Attributes:
         oldest_driver: Version of the first driver that has every function of the table.
+        functions: The handle of each opened kernel, by symbol.
     """
 
     oldest_driver: ClassVar[str]
@@ -45,7 +46,7 @@ class GpuDriver(ABC):
         self.api, self.device = self.make_api(), settings.device
         self._gpu: Gpu | None = None
         self._kernels: tuple[Kernel, ...] = ()
-        self._functions: dict[str, int] = {}
+        self.functions: dict[str, int] = {}
         self._modules: list[int] = []
         self._spaces: list[int] = []
         self._executors: list[GpuExecutor] = []
@@ -134,7 +135,7 @@ class GpuDriver(ABC):
             function = self.api.created(
                 "module_function", module, kernel.entry.encode(), where=where
             )
-            self._functions[kernel.symbol] = function
+            self.functions[kernel.symbol] = function
         self._kernels = manifest.kernels
 
     def bind(self, plan: Plan, memory: Mapping[str, Memory]) -> Executor:
@@ -147,16 +148,34 @@ class GpuDriver(ABC):
         """
         gpu = self.gpu
         gpu.enter()
+        commands = self.commands(plan, memory)
+        kind = CommandStep if self._settings.executor == "command" else GraphStep
+        step = kind(self.api, commands, self.functions, gpu.stream)
+        self._executors.append(GpuExecutor(gpu, plan, memory["io"].address, step))
+        return self._executors[-1]
+
+    def commands(self, plan: Plan, memory: Mapping[str, Memory]) -> list[Bound]:
+        """Return every command of a step with addresses put in, checked against its kernel.
+
+        Raises:
+            ArtifactError: The plan names something that is not there, or a kernel takes other
+                parameters.
+        """
         addresses = {space: m.address for space, m in memory.items()}
         commands = bind_commands(plan, addresses, self._kernels)
         for symbol, bound in {c.kernel.symbol: c for c in commands if c.kernel}.items():
-            function, label = self._functions[symbol], f"{symbol}, {bound.label}"
+            function, label = self.functions[symbol], f"{symbol}, {bound.label}"
             shared = bound.kernel.shared_bytes if bound.kernel else 0
             self.api.prepare(function, parameter_bytes(bound), shared, label)
-        kind = CommandStep if self._settings.executor == "command" else GraphStep
-        step = kind(self.api, commands, self._functions, gpu.stream)
-        self._executors.append(GpuExecutor(gpu, plan, addresses["io"], step))
-        return self._executors[-1]
+        return commands
+
+    def graph(self, commands: Sequence[Bound]) -> GraphStep:
+        """Return commands as a graph.
+
+        Raises:
+            DeviceFault: The driver refuses it.
+        """
+        return GraphStep(self.api, commands, self.functions, self.gpu.stream)
 
     @property
     def survives(self) -> bool:

@@ -48,6 +48,22 @@ class Gpu:
         self._events.append(self.api.created("event_create", NO_TIMING, where=where))
         return self._events[-1]
 
+    def new_timer(self, where: str) -> int:
+        """Return an event that keeps the time; `close` frees it."""
+        self._events.append(self.api.created("event_create", 0, where=where))
+        return self._events[-1]
+
+    def record(self, event: int) -> None:
+        """Let an event happen after everything that is on the stream."""
+        self.api.call("event_record", event, self.stream, where="measure")
+
+    def elapsed_ms(self, first: int, last: int) -> float:
+        """Wait for two timers and return the milliseconds between them."""
+        self.api.call("event_wait", last, where="measure")
+        found = ctypes.c_float()
+        self.api.call("event_elapsed", ctypes.byref(found), first, last, where="measure")
+        return found.value
+
     def allocate_pinned(self, nbytes: int, where: str) -> int:
         """Return the address of memory that the device copies at full rate; `close` frees it."""
         self._pinned.append(self.api.created("host_alloc", nbytes, 0, where=where))

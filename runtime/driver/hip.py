@@ -63,6 +63,7 @@ class HipApi(Api):
         "event_create": ("hipEventCreateWithFlags", "pu"),
         "event_record": ("hipEventRecord", "pp"),
         "event_wait": ("hipEventSynchronize", "p"),
+        "event_elapsed": ("hipEventElapsedTime", "ppp"),
         "event_destroy": ("hipEventDestroy", "p"),
         "module_load": ("hipModuleLoadData", "pp"),
         "module_unload": ("hipModuleUnload", "p"),

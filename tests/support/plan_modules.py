@@ -160,6 +160,15 @@ class FakeTemplate:
     def layouts(self, node, target):
         return {1: self.layout} if self.layout else {}
 
+    def configs(self, node, target):
+        return ({},)
+
+    def config(self, node, target):
+        return {}
+
+    def tuning_key(self, node):
+        return node.op
+
     def stages(self, node, target):
         return (Stage("", {"width": node.results[0].type.sizes[-1]}),)
 

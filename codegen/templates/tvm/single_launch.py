@@ -23,7 +23,19 @@ class TvmTemplate(Template, Protocol):
 
 
 class SingleLaunch:
-    """Makes `stages` of a template's constants."""
+    """Makes `stages` of a template's constants; there is one configuration, nothing to tune."""
+
+    def configs(self, node: Node, target: Target) -> tuple[Mapping[str, int], ...]:
+        """Return the only configuration."""
+        return ({},)
+
+    def config(self, node: Node, target: Target) -> Mapping[str, int]:
+        """Return the only configuration."""
+        return {}
+
+    def tuning_key(self, node: Node) -> str:
+        """Return the op: there is nothing to look up."""
+        return node.op
 
     def stages(self: TvmTemplate, node: Node, target: Target) -> tuple[Stage, ...]:
         """Return the only launch."""
