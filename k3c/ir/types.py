@@ -27,11 +27,12 @@ class DType:
 F64 = DType("f64", 64)
 F32 = DType("f32", 32)
 BF16 = DType("bf16", 16)
+F8 = DType("f8e4m3", 8)  # OCP float8 e4m3: finite up to 448, one NaN; for caches
 I64 = DType("i64", 64)
 I32 = DType("i32", 32)
 U8 = DType("u8", 8)
 MXFP4 = DType("mxfp4", 4.25)  # e2m1 elements, 32 to an mx_block, one e8m0 scale a block
-DTYPES: Mapping[str, DType] = {d.name: d for d in (F64, F32, BF16, I64, I32, U8, MXFP4)}
+DTYPES: Mapping[str, DType] = {d.name: d for d in (F64, F32, BF16, F8, I64, I32, U8, MXFP4)}
 
 
 @dataclass(frozen=True)

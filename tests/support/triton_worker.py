@@ -53,7 +53,7 @@ def _template(module: str, name: str) -> Any:
 
 
 def _patch_interpreter() -> None:
-    """Mend what the interpreter does with bf16: it truncates casts and computes dots wrongly."""
+    """Mend what the interpreter does with bf16 and float8: wrong casts, and dots of bf16."""
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
@@ -73,6 +73,12 @@ def _patch_interpreter() -> None:
     def convert(values: Any, from_type: Any, to_type: Any, *rest: Any) -> Any:
         if from_type == interpreter.tl.float32 and to_type == interpreter.tl.bfloat16:
             return _round_to_bf16(values)
+        if from_type == interpreter.tl.float32 and to_type == interpreter.tl.float8e4nv:
+            return _as_float8(values)
+        if from_type == interpreter.tl.float8e4nv and to_type == interpreter.tl.float32:
+            return _from_float8(values)
+        if from_type == interpreter.tl.float8e4nv and to_type == interpreter.tl.bfloat16:
+            return _round_to_bf16(_from_float8(values))
         return original_convert(values, from_type, to_type, *rest)
 
     builder.create_dot = create_dot
@@ -86,3 +92,15 @@ def _round_to_bf16(values: Any) -> np.ndarray[Any, Any]:
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     quiet = ((bits >> 16) | 0x40).astype(np.uint16)
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded)
+
+
+def _as_float8(values: Any) -> np.ndarray[Any, Any]:
+    """Return the bits u8 of float32 values rounded to float8 e4m3."""
+    wide = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
+    return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def _from_float8(values: Any) -> np.ndarray[Any, Any]:
+    """Return the float32 values of float8 e4m3 bits u8; the interpreter takes NaN for 480."""
+    narrow = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8))
+    return narrow.view(torch.float8_e4m3fn).float().numpy()

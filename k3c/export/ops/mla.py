@@ -24,7 +24,7 @@ def mla_append(
     Args:
         kv: A[T, r + dr].
         norm: f32[r].
-        kv_cache: A[pages, page, r + dr].
+        kv_cache: A or float8 e4m3 [pages, page, r + dr].
         seg_start: i32[B].
         seg_tokens: i32[B].
         context: i32[B]; position of each segment's first row.
@@ -36,12 +36,21 @@ def mla_append(
     """
     latent = norm.shape[0]
     rows = torch.cat([rms_norm(kv[:, :latent], norm, eps), kv[:, latent:]], -1)
+    rows = _as_cached(rows, kv_cache.dtype)
     cache, page = kv_cache.clone(), kv_cache.shape[1]
     for segment in live_segments(seg_start, seg_tokens, context):
         position = segment.context + torch.arange(segment.tokens, device=kv.device)
         pages = page_table[segment.index].long()[position // page]
         cache[pages, position % page] = rows[segment.rows]
     return cache
+
+
+def _as_cached(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows as a cache of `dtype` holds them; float8 saturates, a NaN stays one."""
+    if dtype.itemsize > 1:
+        return rows.to(dtype)
+    limit = torch.finfo(dtype).max
+    return rows.clamp(-limit, limit).to(dtype)
 
 
 def _cached_rows(kv_cache: Tensor, page_table: Tensor, segment: Segment) -> Tensor:
@@ -86,7 +95,7 @@ def mla_attend(
 
     Args:
         q_lat: f32[T, n, r + dr].
-        kv_cache: A[pages, page, r + dr].
+        kv_cache: A or float8 e4m3 [pages, page, r + dr].
         seg_start: i32[B].
         seg_tokens: i32[B].
         context: i32[B].
