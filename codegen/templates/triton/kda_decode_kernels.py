@@ -16,29 +16,47 @@ from k3c.codegen.templates.triton.kda_parts import add_pairs, load_history, stor
 from k3c.codegen.templates.triton.kda_token import (
     clear_padding,
     derive,
+    load_gate,
     load_token,
     load_weights,
     write_output,
 )
 
 
+@triton.jit
+def _ask_for(first, BYTES: tl.constexpr, limit, PDL: tl.constexpr):
+    """Start to bring `BYTES` from `first` into the L2 cache, or nothing where `limit` is 0.
+
+    Only where programmatic launch is on: the instruction is of the same devices.
+    """
+    if PDL:
+        LINE: tl.constexpr = 128
+        lines = tl.arange(0, BYTES // LINE)
+        wanted = first.to(tl.pointer_type(tl.uint8)) + tl.where(limit > 0, lines, 0) * LINE
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [wanted], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
 # Longer than a function here may be: the signature of an op with 20 operands and results.
 @triton.jit
 def prepare(
-    q, k, v, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, f_b, slot_at, row, live, seen, head,
-    H: tl.constexpr, K: tl.constexpr, F: tl.constexpr, LOWER_BOUND: tl.constexpr,
-    SCALE: tl.constexpr, L2_EPS: tl.constexpr, PDL: tl.constexpr,
+    q, k, v, z, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, o_norm, f_b, slot_at, row, live,
+    seen, head, columns, H: tl.constexpr, K: tl.constexpr, F: tl.constexpr,
+    LOWER_BOUND: tl.constexpr, SCALE: tl.constexpr, L2_EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return what a token does to its head's state: see `derive`; then beta, history and raw."""
+    """Return what a token does to its head's state: see `derive`; beta, history, raw and scale."""
     history = load_history(slot_at, 3 * H * K, tl.where(seen > 0, K, 0), K)
     weights = load_weights(conv_q, conv_k, conv_v, a_log, dt_bias, f_b, head, H, K, F)
     wait_for_inputs(PDL)
     raw, low, beta = load_token(q, k, v, f_a, b, row, live, head, H, K, F)
+    scale = load_gate(z, o_norm, row, head, columns, live, H, K)
     release_dependents(PDL)
     query, key, value, loss, _, qk, norm_q, norm_k = derive(
         q, f_a, raw, low, history, weights, LOWER_BOUND, SCALE, L2_EPS
     )
-    return query, key, value, loss, qk, norm_q, norm_k, beta, history, raw
+    return query, key, value, loss, qk, norm_q, norm_k, beta, history, raw, scale
 
 
 # Longer than a function here may be: the signature of an op with 20 operands and results.
@@ -66,9 +84,9 @@ def kda_decode_whole(
 
     part = tl.arange(0, 4)[:, None]
     slot_at = conv_state + slot * (9 * H * K) + (part * (H * K) + head * K + columns)
-    query, key, value, loss, qk, norm_q, norm_k, beta, history, raw = prepare(
-        q, k, v, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, f_b, slot_at, row, live, seen,
-        head, H, K, F, LOWER_BOUND, SCALE, L2_EPS, PDL,
+    query, key, value, loss, qk, norm_q, norm_k, beta, history, raw, scale = prepare(
+        q, k, v, z, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, o_norm, f_b, slot_at, row,
+        live, seen, head, columns, H, K, F, LOWER_BOUND, SCALE, L2_EPS, PDL,
     )  # fmt: skip
     # The norms of query and key are factors of what they give, applied after its sums.
     decayed_k, decayed_q = key + key * loss, query + query * loss
@@ -80,7 +98,7 @@ def kda_decode_whole(
     mask = live_rows[:, None] & (columns < K)
     tl.store(state_at, state.to(kda_state.dtype.element_ty), mask=mask)
     output = (read_q + qk * update) * norm_q
-    write_output(out, z, o_norm, output[None, :], row, head, columns, live, H, K, EPS)
+    write_output(out, output[None, :], scale, row, head, columns, live, H, K, EPS)
     store_history(slot_at, 3 * H * K, history, raw, tl.where(live, K, 0), K)
     # The block of segment s looks after row s too: mostly the same row.
     if (start != segment) | (not live):
@@ -105,18 +123,21 @@ def kda_decode_strips(
     row = tl.where(live, start, 0).to(tl.int64)
 
     STRIPS: tl.constexpr = triton.next_power_of_2(K) // W
+    strips, within = tl.arange(0, STRIPS)[:, None], tl.arange(0, W)[None, :]
+    columns = strips * W + within
     ks = tl.arange(0, triton.next_power_of_2(K))
+    of_head = kda_state + (slot * H + head) * (K * K)
+    _ask_for(of_head, K * K * (kda_state.dtype.element_ty.primitive_bitwidth // 8), seen, PDL)
     part = tl.arange(0, 4)[:, None]
     slot_at = conv_state + slot * (9 * H * K) + (part * (H * K) + head * K + ks[None, :])
-    query, key, value, loss, qk, norm_q, norm_k, beta, history, raw = prepare(
-        q, k, v, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, f_b, slot_at, row, live, seen,
-        head, H, K, F, LOWER_BOUND, SCALE, L2_EPS, PDL,
+    query, key, value, loss, qk, norm_q, norm_k, beta, history, raw, scale = prepare(
+        q, k, v, z, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, o_norm, f_b, slot_at, row,
+        live, seen, head, columns, H, K, F, LOWER_BOUND, SCALE, L2_EPS, PDL,
     )  # fmt: skip
     decayed_k, decayed_q = key + key * loss, query + query * loss
-    strips, within = tl.arange(0, STRIPS)[:, None], tl.arange(0, W)[None, :]
     values = tl.reshape(value, [STRIPS, W])
     output = tl.zeros([STRIPS, W], tl.float32)
-    state_at = kda_state + (slot * H + head) * (K * K) + (ks[:, None] * K + within)
+    state_at = of_head + (ks[:, None] * K + within)
     known_rows, live_rows = ks < tl.where(seen > 0, K, 0), ks < tl.where(live, K, 0)
     for strip in range(STRIPS):
         at = state_at + strip * W
@@ -130,8 +151,7 @@ def kda_decode_strips(
         mask = live_rows[:, None] & inside
         tl.store(at, state.to(kda_state.dtype.element_ty), mask=mask)
         output = tl.where(strips == strip, ((read_q + qk * update) * norm_q)[None, :], output)
-    columns = strips * W + within
-    write_output(out, z, o_norm, output, row, head, columns, live, H, K, EPS)
+    write_output(out, output, scale, row, head, columns, live, H, K, EPS)
     store_history(slot_at, 3 * H * K, history, raw, tl.where(live, K, 0), K)
     if (start != segment) | (not live):
         clear_padding(out, seg_start, seg_tokens, rows, rows, segment, head, H, K, 1)

@@ -87,18 +87,25 @@ def derive(
 
 
 @triton.jit
+def load_gate(z, o_norm, row, head, columns, live, H: tl.constexpr, K: tl.constexpr):
+    """Return what scales the normal output in columns [N, W] of a head: weight and gate input."""
+    weight = tl.load(o_norm + columns, mask=columns < K, other=0.0)
+    at = z + row * (H * K) + head * K + columns
+    return weight, tl.load(at, mask=columns < tl.where(live, K, 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
 def write_output(
-    out, z, o_norm, output, row, head, columns, live,
+    out, output, scale, row, head, columns, live,
     H: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Store the gated norm of `output` f32[N, W], whose columns are `columns`, rounded before."""
+    """Store the gated norm of `output` f32[N, W], rounded before; `scale` is from `load_gate`."""
     output = rounded(output, out)
-    at = row * (H * K) + head * K + columns
-    mask = columns < tl.where(live, K, 0)
-    weight = tl.load(o_norm + columns, mask=columns < K, other=0.0)
-    gate = tl.load(z + at, mask=mask, other=0.0).to(tl.float32)
+    weight, gate = scale
     normal = output * tl.rsqrt(tl.sum(tl.sum(output * output, 1), 0) / K + EPS)
-    tl.store(out + at, (normal * weight * sigmoid(gate)).to(out.dtype.element_ty), mask=mask)
+    at = out + row * (H * K) + head * K + columns
+    result = (normal * weight * sigmoid(gate)).to(out.dtype.element_ty)
+    tl.store(at, result, mask=columns < tl.where(live, K, 0))
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from k3c.codegen.templates.triton.kda_parts import add_pairs, expm1, load_histor
 from k3c.codegen.templates.triton.kda_token import (
     clear_padding,
     derive,
+    load_gate,
     load_token,
     load_weights,
     write_output,
@@ -54,6 +55,7 @@ def kda_verify(
     for token in range(tokens):
         row = (start + token).to(tl.int64)
         raw, low, beta = load_token(q, k, v, f_a, b, row, True, head, H, K, F)
+        scale = load_gate(z, o_norm, row, head, columns, True, H, K)
         query, key, value, loss, gate, qk, norm_q, norm_k = derive(
             q, f_a, raw, low, (h0, h1, h2), weights, LOWER_BOUND, SCALE, L2_EPS
         )
@@ -64,7 +66,7 @@ def kda_verify(
         output = (read_q + qk * norm_k * update) * norm_q
         normal_key = key * norm_k
         state += state * loss[:, None] + normal_key[:, None] * update[None, :]
-        write_output(out, z, o_norm, output[None, :], row, head, columns, True, H, K, EPS)
+        write_output(out, output[None, :], scale, row, head, columns, True, H, K, EPS)
         record = (slot * WIDTH + token) * H * K + head * K + ks
         tl.store(rec_k + record, normal_key, mask=ks < K)
         # The first token of a state that holds nothing: the fold must forget what the slot held.
