@@ -1,22 +1,18 @@
 """THE contract between compiler and runtime: what an artifact says, as data.
 
-Frozen dataclasses of integers, strings and tuples, and strict JSON both ways. The compiler writes
-them, the runtime and the plan checker read them; nothing else crosses. `k3c/artifact_dir.py` reads
-and writes the directory that holds them.
+Frozen dataclasses of integers, strings and tuples, and strict JSON both ways (in
+`k3c/artifact_json.py`). The compiler writes them, the runtime and the plan checker read them;
+nothing else crosses. `k3c/artifact_dir.py` reads and writes the directory that holds them.
 """
 
 from __future__ import annotations
 
-import json
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from k3c.errors import ArtifactError
-
-T = TypeVar("T")
+from k3c.artifact_json import from_json as from_json
+from k3c.artifact_json import to_json as to_json
 
 FORMAT = "k3c-artifact"
 FORMAT_MAJOR = 2  # another major version is refused by name
@@ -184,10 +180,23 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class SourceRange:
+    """What a rank reads of a checkpoint tensor: indices start .. stop - 1 of dimension `dim`.
+
+    Indices past the tensor's end are zero. `dim` -1: all of it.
+    """
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class WeightEntry:
     """A packed weight of one call: where it lies in space weights and how it was packed.
 
-    `nbytes` includes `padding_bytes`, zero bytes that a layout adds to fill whole tiles.
+    `nbytes` includes `padding_bytes`, zero bytes that a layout adds to fill whole tiles. `ranges`
+    has what the rank reads of each source; empty: all of every one.
     """
 
     name: str
@@ -199,6 +208,7 @@ class WeightEntry:
     offset: int
     nbytes: int
     padding_bytes: int
+    ranges: tuple[SourceRange, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -305,116 +315,3 @@ class Manifest:
 def aligned(nbytes: int) -> int:
     """Return the first place at or after byte `nbytes` where a buffer may begin."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def to_json(value: Any) -> str:
-    """Return a dataclass as JSON text: sorted keys, one deterministic form, a final newline."""
-    return json.dumps(asdict(value), sort_keys=True, indent=1, ensure_ascii=True) + "\n"
-
-
-def from_json(kind: type[T], text: str, where: str) -> T:
-    """Parse JSON text into a dataclass of type `kind`, strictly.
-
-    Args:
-        kind: The dataclass to build.
-        text: The JSON text.
-        where: File name for error messages.
-
-    Raises:
-        ArtifactError: The text is not JSON, a field is missing, unknown or of another type.
-    """
-    try:
-        return _builder(kind)(json.loads(text))
-    except (ValueError, RecursionError) as exc:
-        raise ArtifactError(f"not valid JSON: {exc}", where, "compile again") from exc
-    except _Mismatch as exc:
-        raise ArtifactError(exc.what, where + exc.path, exc.hint) from None
-
-
-class _Mismatch(Exception):
-    """A value is not of its type; `path` grows while the exception leaves the enclosing values."""
-
-    def __init__(self, what: str, hint: str = "compile again") -> None:
-        self.what, self.hint, self.path = what, hint, ""
-        super().__init__(what)
-
-
-def _demand(ok: bool, raw: Any, expected: str) -> Any:
-    if not ok:
-        raise _Mismatch(f"found {str(raw)[:80]!r}, expected {expected}")
-    return raw
-
-
-# A plan holds thousands of values: what a type demands is worked out once, not for each value.
-@cache
-def _builder(kind: Any) -> Callable[[Any], Any]:
-    """Return a function that checks one parsed JSON value and converts it to `kind`."""
-    origin, args = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return lambda raw: raw
-    if is_dataclass(kind):
-        return _dataclass_builder(kind)
-    if origin is Literal:
-        return _checked(lambda raw: raw in args, f"one of {', '.join(map(str, args))}")
-    if origin is tuple:
-        return _tuple_builder(_builder(args[0]))
-    if origin is Mapping or origin is dict:
-        return _mapping_builder(_builder(args[1]))
-    if origin in (Union, types.UnionType):
-        return _checked(lambda raw: type(raw) in args, f"one of {args}")
-    return _checked(lambda raw: type(raw) is kind, kind.__name__)
-
-
-def _checked(ok: Callable[[Any], bool], expected: str) -> Callable[[Any], Any]:
-    return lambda raw: _demand(ok(raw), raw, expected)
-
-
-def _tuple_builder(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def build(raw: Any) -> tuple[Any, ...]:
-        values: list[Any] = []
-        try:
-            for each in _demand(type(raw) is list, raw, "a list"):
-                values.append(item(each))
-        except _Mismatch as exc:
-            exc.path = f"[{len(values)}]{exc.path}"
-            raise
-        return tuple(values)
-
-    return build
-
-
-def _mapping_builder(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def build(raw: Any) -> dict[str, Any]:
-        given: dict[str, Any] = _demand(type(raw) is dict, raw, "an object")
-        key, values = "", dict[str, Any]()
-        try:
-            for key, each in given.items():
-                values[key] = item(each)
-        except _Mismatch as exc:
-            exc.path = f".{key}{exc.path}"
-            raise
-        return values
-
-    return build
-
-
-def _dataclass_builder(kind: Any) -> Callable[[Any], Any]:
-    hints = get_type_hints(kind)
-    items = {f.name: _builder(hints[f.name]) for f in fields(kind)}
-
-    def build(raw: Any) -> Any:
-        given: dict[str, Any] = _demand(type(raw) is dict, raw, "an object")
-        if given.keys() != items.keys():
-            name = min(given.keys() ^ items.keys())
-            problem = "is missing" if name in items else "is unknown"
-            raise _Mismatch(f"field {name} {problem}", "compile again with this version")
-        name, values = "", dict[str, Any]()
-        try:
-            for name, item in items.items():
-                values[name] = item(given[name])
-        except _Mismatch as exc:
-            exc.path = f".{name}{exc.path}"
-            raise
-        return kind(**values)
-
-    return build

@@ -22,9 +22,11 @@ from k3c.artifact import (
     aligned,
 )
 from k3c.errors import PassError
-from k3c.ir.graph import Graph, LayerAttr, Module, Node
+from k3c.ir.graph import Call, Graph, LayerAttr, Module, Node
+from k3c.ir.ops import COLLECTIVES
 from k3c.passes import plan_memory
 from k3c.passes.assign_buffers import Assignment, Boundary, Storage, assign, in_place
+from k3c.passes.collective_commands import Place, collective_commands
 from k3c.passes.schedule import Scheduled
 from k3c.passes.select_kernels import Selected
 from k3c.passes.weight_table import WeightTable
@@ -72,7 +74,9 @@ def run(scheduled: Scheduled, weights: WeightTable, kernel_symbol: KernelSymbol)
     selected = scheduled.selected
     module = selected.module
     boundary = Boundary.of(module, selected.state_spaces)
-    bodies = {g.name: _body(g, boundary, selected, kernel_symbol) for g in module.graphs}
+    place = Place(dict(module.mesh), weights.rank)
+    build = _Builder(boundary, selected, kernel_symbol, place)
+    bodies = {graph.name: build.body(graph) for graph in module.graphs}
     _refuse_lost_carries(module, bodies)
     steps = _step_storages(bodies)
     state = _state_table(module, boundary)
@@ -81,12 +85,12 @@ def run(scheduled: Scheduled, weights: WeightTable, kernel_symbol: KernelSymbol)
     step_buffers = _step_buffers(steps, {**arena.offsets, **io_offsets}, bodies)
     plan = Plan(
         bucket=selected.bucket,
-        rank=0,
+        rank=weights.rank,
         space_bytes=_space_bytes(weights.total_bytes, arena.height_bytes, state, io_bytes),
         arena_lower_bound_bytes=arena.lower_bound_bytes,
         buffers=(*step_buffers, *_own_buffers(bodies, state, weights, arena.offsets)),
         commands={name: body.commands for name, body in bodies.items()},
-        calls=tuple(_call(c.graph, c.layer, c.attrs, state, weights) for c in module.schedule),
+        calls=tuple(_call(c, state, weights) for c in module.schedule),
         io=_io_fields(steps, bodies, boundary),
         entry=_entry(selected),
         estimates=_estimates(selected),
@@ -106,29 +110,50 @@ def _space_bytes(weights: int, arena: int, state: _StateTable, io: int) -> dict[
     return sizes | {str(space): nbytes for space, nbytes in state.space_bytes.items()}
 
 
-def _body(
-    graph: Graph, boundary: Boundary, selected: Selected, kernel_symbol: KernelSymbol
-) -> _Body:
-    assignment = assign(graph, boundary)
-    scratch = {
-        s.id: s.type.nbytes for s in assignment.storages.values() if s.space == "arena" and s.graph
-    }
-    commands: list[Command] = []
-    for node in graph.nodes:
-        template = selected.template(graph, node)
-        workspace = template.workspace_bytes(node, selected.target)
+@dataclass(frozen=True)
+class _Builder:
+    """Makes the commands of one graph after another."""
+
+    boundary: Boundary
+    selected: Selected
+    kernel_symbol: KernelSymbol
+    place: Place
+
+    def body(self, graph: Graph) -> _Body:
+        """Return the commands of a graph and the scratch that they use."""
+        assignment = assign(graph, self.boundary)
+        scratch = {
+            s.id: s.type.nbytes
+            for s in assignment.storages.values()
+            if s.space == "arena" and s.graph
+        }
+        commands: list[Command] = []
+        for node in graph.nodes:
+            if node.op in COLLECTIVES:
+                commands += collective_commands(node, assignment, self.place)
+            else:
+                commands += self._launches(graph, node, assignment, scratch)
+        commands += [_copy(to, source, assignment) for to, source in assignment.copies]
+        return _Body(graph, assignment, _chained(commands), scratch, _spans(commands))
+
+    def _launches(
+        self, graph: Graph, node: Node, assignment: Assignment, scratch: dict[str, int]
+    ) -> list[Command]:
+        """Return a launch for each stage of a node's template; its workspace goes to `scratch`."""
+        template, target = self.selected.template(graph, node), self.selected.target
+        workspace = template.workspace_bytes(node, target)
         args = _buffer_args(node, assignment)
         if workspace:
             args.append(f"{graph.name}.{node.results[0].name}.workspace")
             scratch[args[-1]] = workspace
-        floor_ns = _floor_ns(template.cost(node, selected.target), selected.target)
-        for stage in template.stages(node, selected.target):
-            symbol = kernel_symbol(template, stage, selected.target)
+        floor_ns = _floor_ns(template.cost(node, target), target)
+        commands: list[Command] = []
+        for stage in template.stages(node, target):
+            symbol = self.kernel_symbol(template, stage, target)
             launch = _Launch(symbol, stage.grid, _scalars(template, node), floor_ns)
             commands.append(_command(node, launch, args, assignment))
             floor_ns = 0
-    commands += [_copy(to, source, assignment) for to, source in assignment.copies]
-    return _Body(graph, assignment, _chained(commands), scratch, _spans(commands))
+        return commands
 
 
 def _buffer_args(node: Node, assignment: Assignment) -> list[str]:
@@ -323,12 +348,11 @@ def _own_buffers(
     return found
 
 
-def _call(
-    graph: str, layer: int, attrs: Mapping[str, int], state: _StateTable, weights: WeightTable
-) -> LayerCall:
-    bases: dict[str, int] = {"weights": weights.bases[graph, layer]}
-    bases |= {str(space): base for space, base in state.bases.get((graph, layer), {}).items()}
-    return LayerCall(graph, layer, bases, dict(attrs))
+def _call(call: Call, state: _StateTable, weights: WeightTable) -> LayerCall:
+    place = call.graph, call.layer
+    bases: dict[str, int] = {"weights": weights.bases[place]}
+    bases |= {str(space): base for space, base in state.bases.get(place, {}).items()}
+    return LayerCall(call.graph, call.layer, bases, call.at(weights.rank))
 
 
 def _io_fields(
@@ -351,7 +375,7 @@ def _estimates(selected: Selected) -> dict[str, int]:
     totals = {"read_bytes": 0, "write_bytes": 0, "flops": 0, "launches": 0}
     for call in selected.module.schedule:
         graph = selected.module.graph(call.graph)
-        for node in graph.nodes:
+        for node in (n for n in graph.nodes if n.op not in COLLECTIVES):
             cost = selected.template(graph, node).cost(node, selected.target)
             totals["read_bytes"] += cost.read_bytes
             totals["write_bytes"] += cost.write_bytes

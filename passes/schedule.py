@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from k3c.artifact import aligned
 from k3c.ir.graph import Graph
+from k3c.ir.ops import COLLECTIVES
 from k3c.passes.assign_buffers import Assignment, Boundary, assign, in_place
 from k3c.passes.select_kernels import Selected
 
@@ -84,7 +85,9 @@ def _scene(graph: Graph, assignment: Assignment, selected: Selected) -> _Scene:
         for node in graph.nodes
     )
     workspace = tuple(
-        aligned(selected.template(graph, node).workspace_bytes(node, selected.target))
+        0
+        if node.op in COLLECTIVES
+        else aligned(selected.template(graph, node).workspace_bytes(node, selected.target))
         for node in graph.nodes
     )
     return _Scene(_dependencies(graph, assignment), touched, scratch, workspace)

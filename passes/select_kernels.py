@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from k3c.artifact import Bucket, Space
 from k3c.errors import CodegenError, PassError
 from k3c.ir.graph import Graph, Input, Module, Node, Value, Weight
+from k3c.ir.ops import COLLECTIVES
 from k3c.ir.refusal import Refusal
 from k3c.ir.types import ROW_MAJOR, Layout, SymDim
 from k3c.targets.catalogue import Catalogue, Template
@@ -34,7 +35,7 @@ class Selected:
         module: All dimensions are integers; weights carry their layout.
         bucket: What it is bound to.
         target: What the templates compile for.
-        choices: The template of each node.
+        choices: The template of each node but the collectives, which the runtime does itself.
         state_spaces: The space of each state, by its name.
         refusals: Why more preferred templates did not take a node: node, template, reason.
     """
@@ -78,7 +79,7 @@ def run(module: Module, bucket: Bucket, catalogue: Catalogue, target: Target) ->
     refusals: list[tuple[NodeKey, str, Refusal]] = []
     graphs: list[Graph] = []
     for graph in bound.graphs:
-        for node in graph.nodes:
+        for node in _launched(graph):
             chosen, why_not = _select(graph, node, catalogue, target)
             choices[node_key(graph, node)] = chosen
             refusals += [(node_key(graph, node), name, refusal) for name, refusal in why_not]
@@ -105,6 +106,11 @@ def check_agreement(selections: Sequence[Selected]) -> None:
                     types = f"{first.value.type} in {bucket}, {weight.value.type}"
                     what = f"weight %{weight.value.name} is {types} in {selected.bucket.name}"
                     raise PassError(what, f"graph {graph.name}", "layouts must not depend on it")
+
+
+def _launched(graph: Graph) -> list[Node]:
+    """Return the nodes that are kernels."""
+    return [node for node in graph.nodes if node.op not in COLLECTIVES]
 
 
 def _drop_unused_heads(module: Module, bucket: Bucket) -> Module:
@@ -174,7 +180,7 @@ def _with_layouts(graph: Graph, choices: Mapping[NodeKey, Template], target: Tar
     weights = {weight.value.name: weight.value.type.layout for weight in graph.weights}
     # A layout that an earlier pass gave is a reader like any other.
     wanted = {n: (kept, "layout_mxfp4") for n, kept in weights.items() if kept != ROW_MAJOR}
-    for node in graph.nodes:
+    for node in _launched(graph):
         template = choices[node_key(graph, node)]
         layouts = template.layouts(node, target)
         for index, operand in enumerate(node.operands):

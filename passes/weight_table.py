@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from k3c.artifact import WeightEntry, aligned
+from k3c.artifact import SourceRange, WeightEntry, aligned
 from k3c.errors import PassError
-from k3c.ir.graph import Call, Graph, Weight
+from k3c.ir.graph import Call, Graph, Shard, Weight
 from k3c.ir.types import TensorType
 from k3c.passes.select_kernels import Selected, check_agreement
 
@@ -37,20 +37,25 @@ class WeightTable:
         total_bytes: Size of space weights.
         bases: Base of each (graph, layer).
         places: Place of each (graph, value).
+        rank: Whose parts of the sources they are.
     """
 
     entries: tuple[WeightEntry, ...]
     total_bytes: int
     bases: Mapping[tuple[str, int], int]
     places: Mapping[tuple[str, str], WeightPlace]
+    rank: int
 
 
-def weight_table(selections: Sequence[Selected], packed_bytes: PackedBytes) -> WeightTable:
+def weight_table(
+    selections: Sequence[Selected], packed_bytes: PackedBytes, rank: int = 0
+) -> WeightTable:
     """Lay out the weights of all buckets together.
 
     Args:
         selections: One for each bucket; their weights must agree.
         packed_bytes: Bytes of a weight in its type's layout, padding included.
+        rank: Whose parts of sharded sources to take.
 
     Raises:
         PassError: Two buckets want a weight in different layouts.
@@ -63,13 +68,15 @@ def weight_table(selections: Sequence[Selected], packed_bytes: PackedBytes) -> W
         for call in selected.module.schedule:
             calls.setdefault((call.graph, call.layer), call)
     times = Counter(graph for graph, _ in calls)
-    work = _Table(packed_bytes)
+    work = _Table(packed_bytes, rank)
     for call in calls.values():
         work.add(graphs[call.graph], call.layer, times[call.graph] > 1)
-    return WeightTable(tuple(work.entries), work.cursor, work.bases, work.places)
+    return WeightTable(tuple(work.entries), work.cursor, work.bases, work.places, rank)
 
 
-_Stored = dict[tuple[tuple[str, ...], TensorType], WeightPlace]
+# The key is global: which tensors, which part of each, in which layout.
+_Key = tuple[tuple[tuple[str, Shard | None], ...], TensorType]
+_Stored = dict[_Key, WeightPlace]
 
 
 @dataclass
@@ -77,6 +84,7 @@ class _Table:
     """The table while it grows."""
 
     packed_bytes: PackedBytes
+    rank: int
     cursor: int = 0
     entries: list[WeightEntry] = field(default_factory=list[WeightEntry])
     bases: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
@@ -91,8 +99,8 @@ class _Table:
         self.bases[graph.name, layer] = base
         stored = _Stored() if per_layer else self.once
         for weight in graph.weights:
-            sources = tuple(_of_layer(s, layer, graph.name) for s in weight.sources)
-            key = sources, weight.value.type
+            parts = tuple((_of_layer(s, layer, graph.name), shard) for s, shard in weight.parts)
+            key = parts, weight.value.type
             if key not in stored:
                 stored[key] = self._store(graph, weight, layer, per_layer)
             self.places[graph.name, weight.value.name] = stored[key]
@@ -110,11 +118,19 @@ class _Table:
             offset=self.cursor,
             nbytes=nbytes,
             padding_bytes=max(0, nbytes - kind.nbytes),
+            ranges=tuple(_range(shard, self.rank) for shard in weight.shards),
         )
         self.entries.append(entry)
         base = self.bases[graph.name, layer]
         self.cursor += aligned(nbytes)
         return WeightPlace(entry.offset - base, nbytes, per_layer)
+
+
+def _range(shard: Shard | None, rank: int) -> SourceRange:
+    """Return what a rank reads of a source; every axis of a mesh runs over all ranks."""
+    if shard is None:
+        return SourceRange(-1, 0, 0)
+    return SourceRange(shard.dim, shard.size * rank, shard.size * (rank + 1))
 
 
 def _of_layer(source: str, layer: int, graph: str) -> str:
