@@ -17,6 +17,7 @@ class Bound:
         command: What the plan says.
         kernel: What a launch launches; None for other kinds.
         values: The arguments in order: an address, or an integer.
+        addresses: Whether each argument is an address.
         after: The commands of the step, by their place in it, that it waits for.
         label: Bucket, graph, layer and node, for errors.
     """
@@ -24,13 +25,9 @@ class Bound:
     command: Command
     kernel: Kernel | None
     values: tuple[int, ...]
+    addresses: tuple[bool, ...]
     after: tuple[int, ...]
     label: str
-
-    @property
-    def addresses(self) -> tuple[bool, ...]:
-        """Whether each argument is an address."""
-        return tuple(bool(arg.buffer) for arg in self.command.args)
 
 
 def bind_commands(
@@ -47,18 +44,19 @@ def bind_commands(
         ArtifactError: A command names a kernel, buffer or attribute that is not there.
     """
     buffers, known = {b.id: b for b in plan.buffers}, {k.symbol: k for k in kernels}
+    where = f"plan {plan.bucket.name}"
+    # What is the same in all layers is worked out once for each graph.
+    graphs = {
+        graph: [_Prepared(c, buffers, addresses, known, f"{where}, {c.label}") for c in commands]
+        for graph, commands in plan.commands.items()
+    }
     bound: list[Bound] = []
     ends: tuple[int, ...] = ()
     for call in plan.calls:
-        resolve, first = _Resolver(call, buffers, addresses), len(bound)
-        commands = plan.commands[call.graph]
-        for command in commands:
-            label = f"{plan.bucket.name}, {call.graph} layer {call.layer}, {command.label}"
-            kernel = _kernel(command, known, label)
-            values = tuple(resolve.value(arg, label) for arg in command.args)
-            after = tuple(first + i for i in command.after) or ends
-            bound.append(Bound(command, kernel, values, after, label))
-        ends = _ends(commands, first) or ends
+        first, prepared = len(bound), graphs[call.graph]
+        label = f"{plan.bucket.name}, {call.graph} layer {call.layer}, "
+        bound += [p.bind(call, first, ends, label) for p in prepared]
+        ends = _ends(plan.commands[call.graph], first) or ends
     return bound
 
 
@@ -68,32 +66,52 @@ def _ends(commands: tuple[Command, ...], first: int) -> tuple[int, ...]:
     return tuple(first + i for i in range(len(commands)) if i not in waited)
 
 
-def _kernel(command: Command, known: Mapping[str, Kernel], label: str) -> Kernel | None:
-    if command.kind != "launch":
-        return None
-    if command.kernel not in known:
-        what = f"command launches {command.kernel!r}, which is no kernel of the manifest"
-        raise ArtifactError(what, label, "compile again")
-    return known[command.kernel]
-
-
-class _Resolver:
-    """Turns the plan's arguments into values for one layer."""
+class _Prepared:
+    """A command whose arguments lack only what differs from layer to layer."""
 
     def __init__(
-        self, call: LayerCall, buffers: Mapping[str, Buffer], addresses: Mapping[str, int]
+        self,
+        command: Command,
+        buffers: Mapping[str, Buffer],
+        addresses: Mapping[str, int],
+        known: Mapping[str, Kernel],
+        where: str,
     ) -> None:
-        self._call, self._buffers, self._addresses = call, buffers, addresses
-
-    def value(self, arg: Arg, label: str) -> int:
+        self._command, self._kernel = command, known.get(command.kernel)
+        if command.kind == "launch" and self._kernel is None:
+            what = f"command launches {command.kernel!r}, which is no kernel of the manifest"
+            raise ArtifactError(what, where, "compile again")
+        if command.kind != "launch":
+            self._kernel = None
         try:
-            if arg.buffer:
-                return self._address(self._buffers[arg.buffer])
-            return self._call.attrs[arg.layer_attr] if arg.layer_attr else arg.value
+            # Each: a value, the space whose base in the layer is added, or the layer's attribute.
+            self._parts = [_part(arg, buffers, addresses) for arg in command.args]
+        except KeyError as exc:
+            what = f"argument {exc} is not in the plan"
+            raise ArtifactError(what, where, "compile again") from exc
+        self._addresses = tuple(bool(arg.buffer) for arg in command.args)
+
+    def bind(self, call: LayerCall, first: int, ends: tuple[int, ...], label: str) -> Bound:
+        """Return the command in one call, whose first command has the place `first`."""
+        label += self._command.label
+        bases, attrs = call.bases, call.attrs
+        try:
+            values = tuple(
+                value + bases[space] if space else attrs[attr] if attr else value
+                for value, space, attr in self._parts
+            )
         except KeyError as exc:
             what = f"argument {exc} is not in the plan"
             raise ArtifactError(what, label, "compile again") from exc
+        after = tuple(first + i for i in self._command.after) or ends
+        return Bound(self._command, self._kernel, values, self._addresses, after, label)
 
-    def _address(self, buffer: Buffer) -> int:
-        base = self._call.bases[buffer.space] if buffer.per_layer else 0
-        return self._addresses[buffer.space] + base + buffer.offset
+
+def _part(
+    arg: Arg, buffers: Mapping[str, Buffer], addresses: Mapping[str, int]
+) -> tuple[int, str, str]:
+    if not arg.buffer:
+        return arg.value, "", arg.layer_attr
+    buffer = buffers[arg.buffer]
+    space = buffer.space if buffer.per_layer else ""
+    return addresses[buffer.space] + buffer.offset, space, ""

@@ -75,6 +75,14 @@ class Engine:
         """
         return cls(load_artifact(Path(directory), options or LoadOptions()), max_chunk_tokens)
 
+    def close(self) -> None:
+        """Give the device's memory back; the engine is of no use after that.
+
+        Raises:
+            DeviceFault: The device failed.
+        """
+        self._loaded.close()
+
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
@@ -155,10 +163,11 @@ class Engine:
         # A request that ended since the step was started has no use for its token.
         live = [(i, r) for i, (r, _) in enumerate(step.chunks) if r.id in self._requests]
         self._scheduler.advance(step)
+        decodes = step.bucket.phase == "decode"
         return [
             self._finish_row(request, row, fields)
             for row, request in live
-            if request.prompt_left == 0
+            if decodes or request.prompt_left == 0
         ]
 
     def generate(

@@ -81,6 +81,7 @@ class Loaded:
         timings: Seconds by phase.
         runs_ahead: Whether a step may be started before the tokens of the one before are read.
         failed: Buckets that the device refused, and why; the others serve.
+        close: Gives everything on the device back.
     """
 
     directory: Path
@@ -91,6 +92,7 @@ class Loaded:
     timings: Mapping[str, float]
     runs_ahead: bool = False
     failed: Mapping[str, str] = field(default_factory=dict)
+    close: Callable[[], None] = lambda: None
 
 
 class _Clock:
@@ -138,7 +140,9 @@ def load_artifact(directory: Path, options: LoadOptions) -> Loaded:
     tokenizer = directory / TOKENIZER_FOLDER if manifest.model.has_tokenizer else None
     ahead = driver.runs_ahead and options.run_ahead
     seconds = clock.seconds
-    return Loaded(directory, manifest, buckets, memory, tokenizer, seconds, ahead, failed)
+    return Loaded(
+        directory, manifest, buckets, memory, tokenizer, seconds, ahead, failed, driver.close
+    )
 
 
 def open_driver(manifest: Manifest, options: LoadOptions) -> Driver:

@@ -94,6 +94,9 @@ class Scheduler:
         self._prefilling: deque[Request] = deque()
         self._running: deque[Request] = deque()
         self._prefilled_last = False
+        # The step that may repeat, found once while no queue changes, and until when.
+        self._repeated: Step | None = None
+        self._repeat_until = -1
 
     @property
     def has_work(self) -> bool:
@@ -108,6 +111,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Put a request at the end of the waiting queue."""
         self._waiting.append(request)
+        self._repeated = None
 
     def next_step(self) -> Step | None:
         """Admit what fits and choose the next step; None when nothing can run."""
@@ -124,40 +128,51 @@ class Scheduler:
     def repeats(self, step: Step) -> bool:
         """Whether the next step has the same requests in the same rows, whatever this one gives.
 
+        A stop token cannot be foreseen: it wastes the step after it.
+
         Args:
             step: A step that is under way, not counted by `advance` yet.
         """
-        if (
-            step.bucket.phase != "decode"
-            or self._prefilling
-            or len(step.chunks) != len(self._running)
-        ):
+        if step.bucket.phase != "decode":
             return False
-        if self._waiting and self._state.fits(self._waiting[0].state_tokens):
-            return False
+        if step is not self._repeated:
+            self._repeated, self._repeat_until = step, self._last_repeat(step)
+        # All its requests have given equally many tokens since, so one of them tells.
+        return len(step.chunks[0][0].output) <= self._repeat_until
+
+    def _last_repeat(self, step: Step) -> int:
+        """Return how many tokens the step's first request has when it repeats for the last time."""
+        fixed = not self._prefilling and len(step.chunks) == len(self._running)
+        if not fixed or (self._waiting and self._state.fits(self._waiting[0].state_tokens)):
+            return -1
         pairs = zip(step.chunks, self._running, strict=True)
-        return all(chunk[0] is request and self._goes_on(request) for chunk, request in pairs)
+        if not all(chunk[0] is request for chunk, request in pairs):
+            return -1
+        return len(self._running[0].output) + min(map(self._tokens_to_come, self._running)) - 2
 
-    def _goes_on(self, request: Request) -> bool:
-        """Whether a request with a token under way has another one to come, and nobody to ask.
-
-        A stop token cannot be foreseen: it wastes the step after it.
-        """
-        if len(request.output) + 2 > request.options.max_tokens or request.options.top_logprobs:
-            return False
-        return self._state.holds(request.id, request.context_tokens + 2)
+    def _tokens_to_come(self, request: Request) -> int:
+        """Return how many tokens a request gives before it changes the batch or has to be read."""
+        if request.options.top_logprobs:
+            return 0
+        room = self._state.room(request.id) - request.context_tokens
+        return min(request.options.max_tokens - len(request.output), room)
 
     def advance(self, step: Step) -> None:
         """Count a step's tokens as state; requests whose prompt is through start to run."""
+        if step.bucket.phase == "decode":
+            for request, tokens in step.chunks:
+                request.context_tokens += tokens
+            return
         for request, tokens in step.chunks:
-            was_prefilling = request.prompt_left > 0
             request.context_tokens += tokens
-            if was_prefilling and request.prompt_left == 0:
+            if request.prompt_left == 0:
                 self._prefilling.remove(request)
                 self._running.append(request)
+                self._repeated = None
 
     def remove(self, request: Request) -> None:
         """Forget a request, finished or not; frees its slot and pages."""
+        self._repeated = None
         if request in self._waiting:
             self._waiting.remove(request)
             return
@@ -168,7 +183,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Move waiting requests on while their slot and pages are free; none overtakes another."""
         while self._waiting and self._state.fits(self._waiting[0].state_tokens):
-            request = self._waiting.popleft()
+            request, self._repeated = self._waiting.popleft(), None
             self._state.alloc(request.id, request.state_tokens)
             self._prefilling.append(request)
 
@@ -178,4 +193,5 @@ class Scheduler:
         chosen = [self._running[i] for i in range(count)]
         if count < len(self._running):
             self._running.rotate(-count)
+            self._repeated = None
         return Step(bucket, tuple((request, 1) for request in chosen))

@@ -133,9 +133,9 @@ class State:
         """Return i32[M], the pages of a request in order, then zeros; a view, not to be written."""
         return self._table[self._slot_of[request_id]]
 
-    def holds(self, request_id: int, tokens: int) -> bool:
-        """Return whether a request's pages hold `tokens` tokens; changes nothing."""
-        return self._pages.pages_for(tokens) <= len(self._pages_of[request_id])
+    def room(self, request_id: int) -> int:
+        """Return how many tokens a request's pages hold; changes nothing."""
+        return len(self._pages_of[request_id]) * self._pages.page_tokens
 
     def snapshot(self, request_id: int, context_tokens: int) -> Snapshot:
         """Copy a request's slot and page list; changes nothing.

@@ -175,3 +175,6 @@ class CpuDriver:
     def survives(self) -> bool:
         """A CPU fault leaves memory in an unknown state."""
         return False
+
+    def close(self) -> None:
+        """Nothing to do: memory goes when nobody refers to it."""

@@ -173,6 +173,14 @@ class Driver(Protocol):
         """Whether the device still works after a fault."""
         ...
 
+    def close(self) -> None:
+        """Give back everything; nothing of the artifact may be used after that.
+
+        Raises:
+            DeviceFault: The device failed.
+        """
+        ...
+
 
 def io_places(plan: Plan, names: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return the offset in space io and the bytes of some io fields, in order of offset."""

@@ -18,29 +18,36 @@ from k3c.runtime.driver.gpu_api import Api
 # What a kernel takes after the plan's arguments: pointers to global and to profile scratch. No
 # kernel has scratch of its own, so both are NULL.
 TRAILING_POINTERS = 2
+NO_SCRATCH = (0,) * TRAILING_POINTERS
 POINTER_BYTES, INTEGER_BYTES = 8, 4
-INT32 = range(-(2**31), 2**31)
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
 class Arguments:
-    """The arguments of one launch, where the driver reads them: an array of addresses of values."""
+    """Arguments of launches, where the driver reads them: an array of addresses of values."""
 
-    def __init__(self, bound: Bound) -> None:
-        """Pack.
+    def __init__(self, count: int) -> None:
+        """Make room for the arguments of a plan's launch with up to `count` of them."""
+        room = count + TRAILING_POINTERS
+        self._values = (c_int64 * room)()
+        first = ctypes.addressof(self._values)
+        self._addresses = (c_void_p * room)(*range(first, first + 8 * room, 8))
+        self.address = ctypes.addressof(self._addresses)
+
+    def pack(self, bound: Bound) -> int:
+        """Put in the arguments of a launch; return where the driver finds them.
 
         Raises:
             ArtifactError: An integer does not fit 32 bits.
         """
         for value, is_address in zip(bound.values, bound.addresses, strict=True):
-            if not is_address and value not in INT32:
+            if not is_address and not INT32_MIN <= value <= INT32_MAX:
                 what = f"argument {value} does not fit a 32-bit integer"
                 raise ArtifactError(what, bound.label, "compile again with smaller buckets")
-        count = len(bound.values) + TRAILING_POINTERS
         # A 32-bit integer lies in the first four bytes of its place: the machine is little-endian.
-        self._values = (c_int64 * count)(*bound.values)
-        first = ctypes.addressof(self._values)
-        self._addresses = (c_void_p * count)(*(first + 8 * i for i in range(count)))
-        self.address = ctypes.addressof(self._addresses)
+        count = len(bound.values)
+        self._values[: count + TRAILING_POINTERS] = (*bound.values, *NO_SCRATCH)
+        return self.address
 
 
 def parameter_bytes(bound: Bound) -> list[int]:
@@ -92,6 +99,7 @@ class GraphStep:
             DeviceFault: The driver refuses a node or the graph.
         """
         self._api, self._functions, self._stream = api, functions, stream
+        self._arguments = Arguments(max((len(c.values) for c in commands), default=0))
         self.where = commands[0].label.partition(",")[0] if commands else "an empty bucket"
         graph = api.created("graph_create", 0, where=self.where)
         try:
@@ -141,9 +149,10 @@ class GraphStep:
     def _add_kernel(self, graph: int, bound: Bound, waits: list[int], early: bool) -> int:
         """Add a launch; `early` lets it start while the kernel before it ends."""
         assert bound.kernel is not None, f"{bound.label} is no launch"
-        arguments = Arguments(bound)
         function = self._functions[bound.kernel.symbol]
-        shape = self._api.kernel_node(function, launch_shape(bound), arguments.address)
+        # The driver copies the arguments, so one room serves all nodes.
+        address = self._arguments.pack(bound)
+        shape = self._api.kernel_node(function, launch_shape(bound), address)
         before = [] if early else waits
         after = (c_void_p * len(before))(*before)
         place = (graph, after, len(before), byref(shape))
@@ -185,9 +194,9 @@ class CommandStep:
             if bound.kernel is None:
                 self._calls += [("copy", (*c, stream), bound.label) for c in copies(bound)]
                 continue
-            self._arguments.append(Arguments(bound))
+            self._arguments.append(Arguments(len(bound.values)))
             x, y, z, threads, shared = launch_shape(bound)
-            function, address = functions[bound.kernel.symbol], self._arguments[-1].address
+            function, address = functions[bound.kernel.symbol], self._arguments[-1].pack(bound)
             launch = (function, x, y, z, threads, 1, 1, shared, stream, address, 0)
             self._calls.append(("launch", launch, bound.label))
 

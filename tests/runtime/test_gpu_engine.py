@@ -4,6 +4,8 @@ The stub runs what is enqueued as late as it may, so a missing wait or a buffer 
 early changes tokens.
 """
 
+import time
+
 import numpy as np
 import pytest
 
@@ -196,3 +198,34 @@ def test_a_longer_step_leaves_nothing_in_the_same_bucket(kind, stub, tmp_path):
     engine.generate(PROMPTS[:4], 12, stop_ids=())
     (result,) = engine.generate([[9]], 6)
     assert list(result.token_ids) == expected_tokens([9], 6)
+
+
+def test_an_engine_that_is_closed_gives_all_memory_back(artifact, stub):
+    before = stub.used_bytes
+    engine = open_engine(artifact)
+    engine.generate(PROMPTS, 3)
+    assert stub.used_bytes > before
+    engine.close()
+    assert stub.used_bytes == before
+
+
+def test_a_decode_step_costs_the_host_little(cuda, tmp_path):
+    """At most 50 us a step of four rows; the fastest of many, for the machine may be busy."""
+    engine, waited = open_engine(write_gpu_artifact(tmp_path)), [0.0]
+    functions = engine._loaded.buckets["decode.b4"].executor._gpu.api.functions
+    wait, seconds = functions["event_wait"], []
+
+    def timed_wait(event):
+        start_s = time.perf_counter()
+        code = wait(event)
+        waited[0] = time.perf_counter() - start_s
+        return code
+
+    functions["event_wait"] = timed_wait
+    for first in range(4):
+        engine.add([first], 60, stop_ids=())
+    for _ in range(60):
+        start_s = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - start_s - waited[0])
+    assert min(seconds) <= 50e-6

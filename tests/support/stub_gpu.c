@@ -180,6 +180,8 @@ int N(cuMemAlloc_v2, hipMalloc)(Ptr *p, size_t n) { ENTER(1) return take(p, n, 1
 int N(cuMemFree_v2, hipFree)(Ptr p) { ENTER(1) return give(p, 1); }
 int N(cuMemHostAlloc, hipHostMalloc)(Ptr *p, size_t n, unsigned f) { ENTER(1) return take(p, n, 0); }
 int N(cuMemFreeHost, hipHostFree)(Ptr p) { ENTER(1) return give(p, 0); }
+int N(cuMemHostRegister_v2, hipHostRegister)(void *p, size_t n, unsigned f) { ENTER(1) return p && n ? OK : INVALID; }
+int N(cuMemHostUnregister, hipHostUnregister)(void *p) { ENTER(1) return p ? OK : INVALID; }
 int N(cuMemsetD8Async, hipMemsetD8Async)(Ptr to, unsigned char v, size_t n, Stream *s) {
   ENTER(1) return block_of(to, n) < 0 ? 700 : put(s, 's', (Copy){to, 0, n}, NULL, v);
 }
