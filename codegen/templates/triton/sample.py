@@ -18,6 +18,7 @@ from k3c.targets.target import Target
 
 _WORD_BYTES = 4
 _THREADS = 1024  # of the block that samples a row, which reads all of it again and again
+_MOST = 8192  # logits above the cut that are copied: more than language models leave, as a rule
 _WIDTH = 4  # neighbouring elements a thread: 16 bytes
 
 
@@ -40,9 +41,10 @@ class Sample(TritonTemplate):
         return tuple({"chunk": n} for n in dict.fromkeys(sizes))
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
-        """Return the bytes of each chunk's largest logit and its index."""
+        """Return the bytes of each chunk's largest logit, of each row's copy, and their indices."""
         rows, vocab = node.operands[0].type.sizes
-        return 2 * _WORD_BYTES * rows * -(-vocab // self.config(node, target)["chunk"])
+        chunks = -(-vocab // self.config(node, target)["chunk"])
+        return 2 * _WORD_BYTES * rows * (chunks + self._most(vocab))
 
     def cost(self, node: Node, target: Target) -> Cost:
         """Return bytes and operations of greedy rows."""
@@ -56,6 +58,7 @@ class Sample(TritonTemplate):
         chunks = -(-vocab // chunk)
         warps = max(1, min(_THREADS, next_power_of_2(vocab) // _WIDTH) // target.lanes)
         shape = {"V": vocab, "CHUNK": chunk, "CHUNKS": next_power_of_2(chunks)}
+        shape["MOST"] = self._most(vocab)
         tile = _WIDTH * warps * target.lanes
         scan = self.stage(
             node, target, "scan", (rows * chunks, 1, 1),
@@ -66,6 +69,10 @@ class Sample(TritonTemplate):
             num_warps=warps, pdl=pdl, STAGE="choose", TILE=tile, **shape,
         )  # fmt: skip
         return scan, choose
+
+    def _most(self, vocab: int) -> int:
+        """Return how many logits of a row are copied at most."""
+        return min(_MOST, vocab)
 
 
 TEMPLATES = (Sample(),)

@@ -1,11 +1,12 @@
 """One token a row of logits, without sorting the vocabulary: the device code.
 
 First, blocks over the whole vocabulary find the largest logit of their chunk. Then a block a row
-has the greedy token, or that the row is broken. A row that is sampled is read again and again by
-its block: probabilities e, unnormalised so that the largest is 1, are made anew each time; the bits
-of non-negative floats order as integers, so each pass over the row narrows the threshold of top-k
-or of top-p to a quarter. Lanes sum a few dozen float32 values each, and lanes are summed in
-float64, always in the same order.
+has the greedy token, or that the row is broken. A row that is sampled is read again by its block:
+probabilities e, unnormalised so that the largest is 1, are made anew each time; the bits of
+non-negative floats order as integers, so each pass narrows the threshold of top-k or of top-p to a
+quarter. Often a cut is known below which no filter keeps anything, and what lies above it is so
+little that it is copied: then the passes read the copy. Lanes sum a few dozen float32 values each,
+and lanes are summed in float64, always in the same order.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _ONE_BITS = tl.constexpr(0x3F800000)  # the largest e, 1.0
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _STEEPEST = tl.constexpr(1e38)  # 1 / temperature at most, so that 0 times it is 0
 _ROWS = tl.constexpr(4)  # rows of a tile, in flight at once
+_RUNS = tl.constexpr(2)  # of them copied at once: a cumulative sum takes registers
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # splitmix64's increment
 _MIX_A, _MIX_B = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
@@ -52,21 +54,21 @@ def scan_chunk(
 
 
 @triton.jit
-def load_tile(row, start, best, steepness, V: tl.constexpr, TILE: tl.constexpr):
-    """Return e f32[_ROWS, TILE] of the elements from `start`; 0 behind the vocabulary."""
+def load_tile(row, start, count, best, steepness, TILE: tl.constexpr):
+    """Return e f32[_ROWS, TILE] of the elements from `start`; 0 from `count` on."""
     at = start + tl.arange(0, _ROWS)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    x = tl.load(row + at, mask=at < V, other=float("-inf"))
+    x = tl.load(row + at, mask=at < count, other=float("-inf"))
     return tl.exp2((x - best) * steepness)
 
 
 @triton.jit
-def counts_above(row, best, steepness, a, b, c, V: tl.constexpr, TILE: tl.constexpr):
+def counts_above(row, count, best, steepness, a, b, c, TILE: tl.constexpr):
     """Return how many e reach each of three thresholds."""
     low = tl.zeros((TILE,), tl.int32)
     middle = tl.zeros((TILE,), tl.int32)
     high = tl.zeros((TILE,), tl.int32)
-    for start in range(0, V, _ROWS * TILE):
-        e = load_tile(row, start, best, steepness, V, TILE)
+    for start in range(0, count, _ROWS * TILE):
+        e = load_tile(row, start, count, best, steepness, TILE)
         low += tl.sum((e >= a).to(tl.int32), axis=0)
         middle += tl.sum((e >= b).to(tl.int32), axis=0)
         high += tl.sum((e >= c).to(tl.int32), axis=0)
@@ -74,13 +76,13 @@ def counts_above(row, best, steepness, a, b, c, V: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
-def masses_above(row, best, steepness, a, b, c, V: tl.constexpr, TILE: tl.constexpr):
+def masses_above(row, count, best, steepness, a, b, c, TILE: tl.constexpr):
     """Return the mass, float64, of the e that reach each of three thresholds."""
     low = tl.zeros((TILE,), tl.float32)
     middle = tl.zeros((TILE,), tl.float32)
     high = tl.zeros((TILE,), tl.float32)
-    for start in range(0, V, _ROWS * TILE):
-        e = load_tile(row, start, best, steepness, V, TILE)
+    for start in range(0, count, _ROWS * TILE):
+        e = load_tile(row, start, count, best, steepness, TILE)
         low += tl.sum(tl.where(e >= a, e, 0.0), axis=0)
         middle += tl.sum(tl.where(e >= b, e, 0.0), axis=0)
         high += tl.sum(tl.where(e >= c, e, 0.0), axis=0)
@@ -89,6 +91,36 @@ def masses_above(row, best, steepness, a, b, c, V: tl.constexpr, TILE: tl.conste
         tl.sum(middle.to(tl.float64), axis=0),
         tl.sum(high.to(tl.float64), axis=0),
     )
+
+
+@triton.jit
+def survey(row, count, best, steepness, cut, TILE: tl.constexpr):
+    """Return how many e reach the cut, and the mass, float64, of all e."""
+    above = tl.zeros((TILE,), tl.int32)
+    mass = tl.zeros((TILE,), tl.float32)
+    for start in range(0, count, _ROWS * TILE):
+        e = load_tile(row, start, count, best, steepness, TILE)
+        above += tl.sum((e >= cut).to(tl.int32), axis=0)
+        mass += tl.sum(e, axis=0)
+    return tl.sum(above, axis=0), tl.sum(mass.to(tl.float64), axis=0)
+
+
+@triton.jit
+def copy_above(row, count, best, steepness, cut, logits, ids, TILE: tl.constexpr):
+    """Copy the logits whose e reach the cut, and their indices, in their order."""
+    STEP: tl.constexpr = _RUNS * TILE
+    base = 0
+    for start in range(0, count, STEP):
+        at = start + tl.arange(0, STEP)
+        x = tl.load(row + at, mask=at < count, other=float("-inf"))
+        taken = (tl.exp2((x - best) * steepness) >= cut) & (at < count)
+        place = base + tl.cumsum(taken.to(tl.int32), axis=0) - 1
+        tl.store(logits + place, x, mask=taken)
+        tl.store(ids + place, at, mask=taken)
+        base += tl.sum(taken.to(tl.int32), axis=0)
+    # The block's other threads read the copy. A barrier orders the memory of a block's threads, on
+    # gfx950 as well: they share a compute unit, which keeps the order.
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -118,13 +150,23 @@ def as_float(bits):
 
 
 @triton.jit
-def kth_largest(row, best, steepness, k, V: tl.constexpr, TILE: tl.constexpr):
-    """Return the bits of the largest threshold that keeps at least k, or any that keeps just k."""
-    low = k * 0
-    high = low + _ONE_BITS + 1
+def as_bits(value):
+    """Return the bits of a float32 as an integer."""
+    return value.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def kth_largest(row, count, best, steepness, k, low, TILE: tl.constexpr):
+    """Return the bits of the largest threshold that keeps at least k, or any that keeps just k.
+
+    The threshold of bits `low` must keep k.
+    """
+    high = low * 0 + _ONE_BITS + 1
     while high - low > 1:
         a, b, c = thirds(low, high)
-        x, y, z = counts_above(row, best, steepness, as_float(a), as_float(b), as_float(c), V, TILE)
+        x, y, z = counts_above(
+            row, count, best, steepness, as_float(a), as_float(b), as_float(c), TILE
+        )  # fmt: skip
         low, high = narrow(low, high, a, b, c, x >= k, y >= k, z >= k)
         # Just k are kept: every threshold between gives the same set.
         exact = (x == k) | (y == k) | (z == k)
@@ -133,83 +175,144 @@ def kth_largest(row, best, steepness, k, V: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def nucleus(row, best, steepness, p, kept, V: tl.constexpr, TILE: tl.constexpr):
-    """Return the bits of the largest threshold whose mass is at least p of what `kept` keeps."""
-    low = kept
+def nucleus(row, count, best, steepness, wanted, low, TILE: tl.constexpr):
+    """Return the bits of the largest threshold that keeps the mass `wanted`, as `low` does."""
     high = low * 0 + _ONE_BITS + 1
-    floor = as_float(kept)
-    total, _, _ = masses_above(row, best, steepness, floor, floor, floor, V, TILE)
-    wanted = p.to(tl.float64) * total
     while high - low > 1:
         a, b, c = thirds(low, high)
-        x, y, z = masses_above(row, best, steepness, as_float(a), as_float(b), as_float(c), V, TILE)
+        x, y, z = masses_above(
+            row, count, best, steepness, as_float(a), as_float(b), as_float(c), TILE
+        )  # fmt: skip
         low, high = narrow(low, high, a, b, c, x >= wanted, y >= wanted, z >= wanted)
     return low
 
 
 @triton.jit
-def tile_mass(row, start, best, steepness, threshold, V: tl.constexpr, TILE: tl.constexpr):
+def tile_mass(row, start, count, best, steepness, threshold, TILE: tl.constexpr):
     """Return the kept mass, float64, of the tile from `start`."""
-    e = load_tile(row, start, best, steepness, V, TILE)
+    e = load_tile(row, start, count, best, steepness, TILE)
     return tl.sum(tl.sum(tl.where(e >= threshold, e, 0.0), axis=0).to(tl.float64), axis=0)
 
 
 @triton.jit
+def run_mass(row, start, count, best, steepness, threshold, TILE: tl.constexpr):
+    """Return the kept mass, float64, of the TILE elements from `start`."""
+    at = start + tl.arange(0, TILE)
+    x = tl.load(row + at, mask=at < count, other=float("-inf"))
+    e = tl.exp2((x - best) * steepness)
+    return tl.sum(tl.where(e >= threshold, e, 0.0).to(tl.float64), axis=0)
+
+
+@triton.jit
 def pick_inside(
-    row, start, best, steepness, threshold, before, goal, V: tl.constexpr, TILE: tl.constexpr
+    row, start, count, best, steepness, threshold, before, goal, TILE: tl.constexpr
 ):  # fmt: skip
     """Return the first index of a tile whose cumulative kept mass exceeds `goal`.
 
     If rounding leaves none, the tile's last kept index.
     """
-    at = start + tl.arange(0, _ROWS * TILE)
-    x = tl.load(row + at, mask=at < V, other=float("-inf"))
+    whole = start + tl.arange(0, _ROWS)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    e = load_tile(row, start, count, best, steepness, TILE)
+    last = tl.max(tl.max(tl.where((e >= threshold) & (e > 0.0), whole, -1), axis=0), axis=0)
+    end = start + (_ROWS - 1) * TILE
+    mass = run_mass(row, start, count, best, steepness, threshold, TILE)
+    while (before + mass <= goal) & (start < end):
+        before += mass
+        start += TILE
+        mass = run_mass(row, start, count, best, steepness, threshold, TILE)
+    at = start + tl.arange(0, TILE)
+    x = tl.load(row + at, mask=at < count, other=float("-inf"))
     e = tl.exp2((x - best) * steepness)
     kept = (e >= threshold) & (e > 0.0)
-    mass = before + tl.cumsum(tl.where(kept, e, 0.0).to(tl.float64), axis=0)
-    first = tl.min(tl.where(kept & (mass > goal), at, _NO_INDEX), axis=0)
-    last = tl.max(tl.where(kept, at, -1), axis=0)
-    return tl.minimum(first, last)
+    reached = before + tl.cumsum(tl.where(kept, e, 0.0).to(tl.float64), axis=0)
+    return tl.minimum(tl.min(tl.where(kept & (reached > goal), at, _NO_INDEX), axis=0), last)
 
 
 @triton.jit
-def pick(row, best, steepness, threshold, u, V: tl.constexpr, TILE: tl.constexpr):
+def pick(row, count, best, steepness, threshold, u, TILE: tl.constexpr):
     """Return the first index whose cumulative kept mass exceeds u times all kept mass."""
     STEP: tl.constexpr = _ROWS * TILE
     total = u * 0.0
-    for start in range(0, V, STEP):
-        total += tile_mass(row, start, best, steepness, threshold, V, TILE)
+    for start in range(0, count, STEP):
+        total += tile_mass(row, start, count, best, steepness, threshold, TILE)
     goal = u * total
     before = u * 0.0
     start = 0
-    mass = tile_mass(row, start, best, steepness, threshold, V, TILE)
+    mass = tile_mass(row, start, count, best, steepness, threshold, TILE)
     # The same sums in the same order reach `total`, which is above the goal.
-    while (before + mass <= goal) & (start + STEP < V):
+    while (before + mass <= goal) & (start + STEP < count):
         before += mass
         start += STEP
-        mass = tile_mass(row, start, best, steepness, threshold, V, TILE)
-    return pick_inside(row, start, best, steepness, threshold, before, goal, V, TILE)
+        mass = tile_mass(row, start, count, best, steepness, threshold, TILE)
+    return pick_inside(row, start, count, best, steepness, threshold, before, goal, TILE)
 
 
 @triton.jit
+def kth_chunk(largest, best, steepness, k):
+    """Return the k-th largest e among those of the chunks' largest logits; 0 with fewer chunks."""
+    e = tl.exp2((largest - best) * steepness)
+    reached = tl.sum((e[:, None] >= e[None, :]).to(tl.int32), axis=0)
+    return tl.max(tl.where(reached >= k, e, 0.0), axis=0)
+
+
+# Longer than a function here may be: the filters in their order, which share all they know.
+@triton.jit
 def sample_row(
-    row, best, temperature, top_k, top_p, min_p, u, V: tl.constexpr, TILE: tl.constexpr
+    row, largest, best, temperature, top_k, top_p, min_p, u, copy, ids, V: tl.constexpr,
+    MOST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return the token of a row of finite maximum `best` and a temperature above 0."""
+    """Return the token of a row of finite maximum `best` and a temperature above 0.
+
+    Args:
+        row: The logits.
+        largest: Largest logit of each chunk, -inf behind the chunks.
+        best: The largest of them.
+        temperature, top_k, top_p, min_p, u: The row's parameters.
+        copy: f32[MOST] for the logits above the cut.
+        ids: i32[MOST] for their indices.
+    """
     steepness = tl.minimum(1.0 / temperature, _STEEPEST) * _LOG2_E
+    floor = tl.minimum(tl.maximum(min_p, 0.0), 1.0)
+    by_count = (top_k > 0) & (top_k < V)
+    by_mass = top_p < 1.0
+    # As many chunks reach the k-th largest of theirs as are to be kept. All that lies below
+    # (1 - p) / V has less mass than 1 - p, so less than (1 - p) of all: the largest alone has 1.
+    cut = floor
+    if by_count:
+        cut = kth_chunk(largest, best, steepness, top_k)
+    elif by_mass:
+        cut = tl.maximum(1.0 - tl.maximum(top_p, 0.0), 0.0) * (0.99 / V)
+    count = top_k * 0 + V
+    mass = u * 0.0
+    copied = False
+    if (cut > 0.0) | by_mass:
+        above, mass = survey(row, V, best, steepness, cut, TILE)
+        copied = (cut > 0.0) & (above <= MOST)
+        if copied:
+            copy_above(row, V, best, steepness, cut, copy, ids, TILE)
+            row = copy
+            count = above
     kept = top_k * 0
-    if (top_k > 0) & (top_k < V):
-        kept = kth_largest(row, best, steepness, top_k, V, TILE)
-    if top_p < 1.0:
-        kept = nucleus(row, best, steepness, top_p, kept, V, TILE)
-    threshold = tl.maximum(as_float(kept), tl.minimum(min_p, 1.0))
-    return pick(row, best, steepness, threshold, u, V, TILE)
+    if by_count:
+        kept = kth_largest(row, count, best, steepness, top_k, as_bits(cut), TILE)
+    if by_mass:
+        if by_count:
+            low = as_float(kept)
+            mass, _, _ = masses_above(row, count, best, steepness, low, low, low, TILE)
+        else:
+            kept = as_bits(cut)
+        kept = nucleus(row, count, best, steepness, top_p.to(tl.float64) * mass, kept, TILE)
+    threshold = tl.maximum(as_float(kept), floor)
+    token = pick(row, count, best, steepness, threshold, u, TILE)
+    if copied:
+        token = tl.load(ids + token)
+    return token
 
 
 @triton.jit
 def choose_token(
-    logits, temperature, top_k, top_p, min_p, seed, position, tokens, best, index, chunks,
-    V: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    logits, temperature, top_k, top_p, min_p, seed, position, tokens, best, index, copy, ids,
+    chunks, V: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store the token of one row from the largest logits of its chunks."""
     s = tl.program_id(0)
@@ -226,8 +329,10 @@ def choose_token(
     elif heat > 0.0:
         u = uniform(tl.load(seed + s), tl.load(position + s))
         row = logits + s.to(tl.int64) * V
+        copy += s.to(tl.int64) * MOST
+        ids += s.to(tl.int64) * MOST
         k, p, floor = tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s)
-        token = sample_row(row, peak, heat, k, p, floor, u, V, TILE)
+        token = sample_row(row, largest, peak, heat, k, p, floor, u, copy, ids, V, MOST, TILE)
     tl.store(tokens + s, token)
 
 
@@ -235,16 +340,22 @@ def choose_token(
 def sample(
     logits, temperature, top_k, top_p, min_p, seed, position, tokens, workspace, rows,
     STAGE: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`sample`, in two launches: the workspace holds each chunk's largest logit, and its index."""
+    """`sample`, in two launches.
+
+    The workspace holds every chunk's largest logit and its index, then every row's copy and its
+    indices.
+    """
     chunks = tl.cdiv(V, CHUNK)
-    index = workspace.to(tl.pointer_type(tl.int32)) + rows * chunks
+    words = workspace.to(tl.pointer_type(tl.int32))
+    index = words + rows * chunks
     if STAGE == "scan":
         scan_chunk(logits, workspace, index, chunks, V, CHUNK, PDL)
     else:
+        copies = 2 * rows * chunks
         wait_for_inputs(PDL)
         choose_token(
             logits, temperature, top_k, top_p, min_p, seed, position, tokens, workspace, index,
-            chunks, V, CHUNKS, TILE,
+            workspace + copies, words + copies + rows * MOST, chunks, V, CHUNKS, MOST, TILE,
         )  # fmt: skip

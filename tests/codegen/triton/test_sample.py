@@ -60,6 +60,13 @@ def test_rows_of_many_chunks_and_tiles():
     compare(random_logits(4, 20001), [GREEDY, DRAWN, PARAMETERS[5], NUCLEUS])
 
 
+# Flat rows keep more than the copy of what lies above the cut holds; peaked ones little.
+@pytest.mark.parametrize("size", [0.1, 3.0])
+def test_filters_find_their_threshold_in_the_row_or_in_its_copy(size):
+    logits = size * random_logits(3, 9000)
+    compare(logits, [(1.0, 0, 0.95, 0.0), (1.0, 3, 0.95, 0.0), (1.0, 0, 1.0, 1e-3)])
+
+
 def test_top_k_and_top_p_above_everything_keep_all():
     rows = [(1.0, 97, 1.0, 0.0), (1.0, 1000, 2.0, 0.0), (1.0, -1, 1.0, -1.0)]
     compare(random_logits(3, 97), rows)
