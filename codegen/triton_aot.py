@@ -23,7 +23,7 @@ from k3c.targets.target import Target
 
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 # Constants that are options of the compiler or describe arguments, not constexprs of the function.
-OPTIONS = ("num_warps", "num_stages", "pdl")
+OPTIONS = ("num_warps", "num_stages", "pdl", "max_registers")
 TYPES = "types"
 _POINTER_FACTS = [["tt.divisibility", 16]]
 assert ALIGN_BYTES % 16 == 0, "every buffer of a plan is 16-byte aligned"
@@ -122,9 +122,11 @@ def _options(constants: dict[str, Constant], target: Target) -> dict[str, Any]:
         "enable_fp_fusion": True,
         "sanitize_overflow": False,
     }
-    return options | (
-        {"launch_pdl": bool(constants.get("pdl", 0))} if target.kind == "cuda" else {}
-    )
+    if target.kind != "cuda":
+        return options
+    if constants.get("max_registers"):
+        options["maxnreg"] = int(constants["max_registers"])
+    return options | {"launch_pdl": bool(constants.get("pdl", 0))}
 
 
 def _capability(target: Target) -> int | str:

@@ -98,7 +98,8 @@ class TritonTemplate(ABC):
 
     def stage(
         self, node: Node, target: Target, name: str, grid: Grid, *,
-        num_warps: int = 4, num_stages: int = 2, pdl: bool = False, **constexprs: Any,
+        num_warps: int = 4, num_stages: int = 2, pdl: bool = False, max_registers: int = 0,
+        **constexprs: Any,
     ) -> Stage:  # fmt: skip
         """Return one launch.
 
@@ -110,6 +111,7 @@ class TritonTemplate(ABC):
             num_warps: Warps a block.
             num_stages: Depth of software pipelining.
             pdl: Whether the kernel waits for its predecessor itself; needs a constexpr PDL.
+            max_registers: Registers a thread, on NVIDIA; 0: as many as the compiler likes.
             constexprs: The function's constexprs.
         """
         x, y, z = grid
@@ -120,6 +122,8 @@ class TritonTemplate(ABC):
         if "PDL" in self.kernels[name].arg_names:
             constants["PDL"] = int(pdl)
         constants |= {"num_warps": num_warps, "num_stages": num_stages, "pdl": int(pdl)}
+        if max_registers and target.kind == "cuda":
+            constants["max_registers"] = max_registers
         constants[TYPES] = " ".join(self.argument_types(node, target))
         return Stage(name, constants, grid)
 

@@ -1,7 +1,8 @@
 """attn_res_norm: join, mixture over the committed blocks, norm and commit of one site.
 
-A block is a token. It asks for all sources at once, keeps them in registers as loaded, and reduces
-the scores of all of them in one round: a mixture without a second read.
+A block is a token. Where tokens are few it asks for all sources at once, keeps them in registers as
+loaded, and reduces the scores of all of them in one round. Where tokens are many it takes the
+sources one by one, and again for the mixture, from the cache: more blocks fit a multiprocessor.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 from k3c.codegen.template import refuse_dtype
 from k3c.codegen.templates.triton.common import release_dependents, wait_for_inputs
 from k3c.codegen.templates.triton.pairs import first_of, pair_pointer, second_of, to_pairs
+from k3c.codegen.templates.triton.prefetch import LINE_BYTES, into_l2
 from k3c.codegen.triton_template import TritonTemplate
 from k3c.codegen.tuning import Config
 from k3c.ir.graph import LayerAttr, Node
@@ -25,8 +27,8 @@ from k3c.targets.target import Target
 _BANK = 2
 _NORMS = (3, 4, 5)
 _LAYER_SCALARS = ("rows", "restart", "commit_row")
-# Threads of a block: its registers hold all sources of a token, and fewer threads hold more each.
-_THREADS = (256, 512)
+# Registers of a block that reads twice: two blocks fit a multiprocessor of 64 Ki registers.
+_TWICE_REGISTERS = 32768
 # A dot product and a square for the score, a multiplication and an addition for the mixture.
 _FLOPS_PER_SOURCE_ELEMENT = 6
 # Widest row that the registers of a block hold nine times.
@@ -100,32 +102,58 @@ def _mixture(
 
 
 @triton.jit
-def attn_res_norm(
+def _load_query(res_norm, res_proj, columns, in_row):
+    """Return even and odd columns f32[N] of the norm weight times the projection."""
+    scale = tl.load(pair_pointer(res_norm) + columns, mask=in_row, other=0)
+    direction = tl.load(pair_pointer(res_proj) + columns, mask=in_row, other=0)
+    return first_of(scale) * first_of(direction), second_of(scale) * second_of(direction)
+
+
+@triton.jit
+def _load_own(prefix, delta, row, columns, in_row, restart, PAIRS: tl.constexpr):
+    """Return pairs of the prefix and of what it is joined with."""
+    # A restart leaves a prefix that nobody may have written.
+    kept = columns < tl.where(restart == 0, PAIRS, 0)
+    own = tl.load(pair_pointer(prefix) + row + columns, mask=kept, other=0)
+    return own, tl.load(pair_pointer(delta) + row + columns, mask=in_row, other=0)
+
+
+@triton.jit
+def _store_joined(prefix, bank, joined, row, stride, columns, commit_row, PAIRS: tl.constexpr):
+    """Store the joined prefix, and commit it where `commit_row` is not negative."""
+    tl.store(pair_pointer(prefix) + row + columns, joined, mask=columns < PAIRS)
+    committed = pair_pointer(bank) + tl.maximum(commit_row, 0).to(tl.int64) * stride + row
+    mask = columns < tl.where(commit_row >= 0, PAIRS, 0)
+    tl.store(committed + columns, joined, mask=mask)
+
+
+@triton.jit
+def _store_normal(y, mixed, weight, columns, D: tl.constexpr, EPS: tl.constexpr):
+    """Store the norm of a mixture, rounded before: pairs `mixed`, pairs of f32 `weight`."""
+    a, b = first_of(mixed), second_of(mixed)
+    factor = tl.rsqrt(tl.sum(a * a + b * b, 0) / D + EPS)
+    result = to_pairs(a * factor * first_of(weight), b * factor * second_of(weight), mixed)
+    tl.store(y + columns, result, mask=columns < D // 2)
+
+
+@triton.jit
+def attn_res_norm_held(
     prefix, delta, bank, res_norm, res_proj, norm, y, tokens, visible, restart, commit_row,
     D: tl.constexpr, R: tl.constexpr, RES_EPS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Do one token of one site."""
+    """Do one token of one site; all sources wait in registers for their weights."""
     PAIRS: tl.constexpr = D // 2
     columns = tl.arange(0, triton.next_power_of_2(PAIRS))
     in_row = columns < PAIRS
-    scale = tl.load(pair_pointer(res_norm) + columns, mask=in_row, other=0)
-    direction = tl.load(pair_pointer(res_proj) + columns, mask=in_row, other=0)
-    query_a = first_of(scale) * first_of(direction)
-    query_b = second_of(scale) * second_of(direction)
+    query = _load_query(res_norm, res_proj, columns, in_row)
     weight = tl.load(pair_pointer(norm) + columns, mask=in_row, other=0)
-
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64) * PAIRS
     stride = tokens.to(tl.int64) * PAIRS
     blocks = pair_pointer(bank) + row
-    own_at = pair_pointer(prefix) + row + columns
-    # A restart leaves a prefix that nobody may have written.
-    kept = columns < tl.where(restart == 0, PAIRS, 0)
-    own = tl.load(own_at, mask=kept, other=0)
-    added = tl.load(pair_pointer(delta) + row + columns, mask=in_row, other=0)
+    both = _load_own(prefix, delta, row, columns, in_row, restart, PAIRS)
     release_dependents(PDL)
     hidden = tokens >> 30
-    query, both = (query_a, query_b), (own, added)
     if R >= 8 and visible <= R // 2:
         joined, mixed_a, mixed_b = _mixture(
             blocks, stride, both, restart, query, columns, in_row, visible, hidden, D, RES_EPS,
@@ -135,15 +163,62 @@ def attn_res_norm(
         joined, mixed_a, mixed_b = _mixture(
             blocks, stride, both, restart, query, columns, in_row, visible, hidden, D, RES_EPS, R
         )
-    tl.store(own_at, joined, mask=in_row)
-    committed = blocks + tl.maximum(commit_row, 0).to(tl.int64) * stride + columns
-    tl.store(committed, joined, mask=columns < tl.where(commit_row >= 0, PAIRS, 0))
-
+    _store_joined(prefix, bank, joined, row, stride, columns, commit_row, PAIRS)
     mixed = to_pairs(mixed_a, mixed_b, joined)
-    a, b = first_of(mixed), second_of(mixed)
-    factor = tl.rsqrt(tl.sum(a * a + b * b, 0) / D + EPS)
-    result = to_pairs(a * factor * first_of(weight), b * factor * second_of(weight), joined)
-    tl.store(pair_pointer(y) + row + columns, result, mask=in_row)
+    _store_normal(pair_pointer(y) + row, mixed, weight, columns, D, EPS)
+
+
+# Longer than a function here may be: one token's dataflow.
+@triton.jit
+def attn_res_norm_twice(
+    prefix, delta, bank, res_norm, res_proj, norm, y, tokens, visible, restart, commit_row,
+    D: tl.constexpr, R: tl.constexpr, RES_EPS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Do one token of one site; sources are read for their scores, then again from the cache."""
+    PAIRS: tl.constexpr = D // 2
+    columns = tl.arange(0, triton.next_power_of_2(PAIRS))
+    in_row = columns < PAIRS
+    query = _load_query(res_norm, res_proj, columns, in_row)
+    wait_for_inputs(PDL)
+    release_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64) * PAIRS
+    stride = tokens.to(tl.int64) * PAIRS
+    blocks = pair_pointer(bank) + row
+    index = tl.arange(0, R)
+    PER_LINE: tl.constexpr = LINE_BYTES * 8 // blocks.dtype.element_ty.primitive_bitwidth
+    lines = tl.arange(0, triton.next_power_of_2(tl.cdiv(PAIRS, PER_LINE))) * PER_LINE
+    wanted = tl.minimum(index, tl.maximum(visible - 1, 0)).to(tl.int64)[:, None] * stride
+    into_l2(blocks + (wanted + tl.minimum(lines, PAIRS - 1)[None, :]), PDL)
+    blocks += columns
+    own, added = _load_own(prefix, delta, row, columns, in_row, restart, PAIRS)
+    # One source ahead; past the last there is none.
+    ahead = tl.load(blocks, mask=columns < tl.where(visible > 0, PAIRS, 0), other=0)
+    joined = _join(own, added, restart)
+    _store_joined(prefix, bank, joined, row, stride, columns, commit_row, PAIRS)
+    own_dot, own_square = _sums(joined, query, 0)
+    own_score = own_dot * tl.rsqrt(own_square / D + RES_EPS)
+    scores = tl.full([R], float("-inf"), tl.float32)
+    for block in range(visible):
+        pairs = ahead
+        left = columns < tl.where(block + 1 < visible, PAIRS, 0)
+        ahead = tl.load(blocks + (block + 1) * stride, mask=left, other=0)
+        dot, square = _sums(pairs, query, 0)
+        scores = tl.where(index == block, dot * tl.rsqrt(square / D + RES_EPS), scores)
+    top = tl.maximum(tl.max(scores, 0), own_score)
+    weights, own_weight = tl.exp(scores - top), tl.exp(own_score - top)
+    total = tl.sum(weights, 0) + own_weight
+    weights, own_weight = weights / total, own_weight / total
+    mixed_a, mixed_b = first_of(joined) * own_weight, second_of(joined) * own_weight
+    # What was read last is the likeliest to be still in the nearest cache.
+    for i in range(visible):
+        block = visible - 1 - i
+        pairs = tl.load(blocks + block * stride, mask=in_row, other=0)
+        share = tl.sum(tl.where(index == block, weights, 0.0), 0)
+        mixed_a += first_of(pairs) * share
+        mixed_b += second_of(pairs) * share
+    weight = tl.load(pair_pointer(norm) + columns, mask=in_row, other=0)
+    mixed = to_pairs(mixed_a, mixed_b, joined)
+    _store_normal(pair_pointer(y) + row, mixed, weight, columns, D, EPS)
 
 
 class AttnResNorm(TritonTemplate):
@@ -152,7 +227,10 @@ class AttnResNorm(TritonTemplate):
     name: ClassVar[str] = "attn_res_norm"
     op: ClassVar[str] = "attn_res_norm"
     reference: ClassVar[str] = "attn_res_norm"
-    kernels: ClassVar[Mapping[str, Any]] = {"": attn_res_norm}
+    kernels: ClassVar[Mapping[str, Any]] = {
+        "held": attn_res_norm_held,
+        "twice": attn_res_norm_twice,
+    }
 
     def accepts(self, node: Node, target: Target) -> Refusal | None:
         """Return why this is not the template for a node, or None."""
@@ -179,16 +257,21 @@ class AttnResNorm(TritonTemplate):
         return tuple(layer)
 
     def configs(self, node: Node, target: Target) -> tuple[Config, ...]:
-        """Return the numbers of warps worth measuring."""
-        return tuple({"num_warps": n // target.lanes} for n in _THREADS)
+        """Return what is worth measuring; a row's result must not depend on the rows beside it."""
+        few = target.kind == "cuda" and node.operands[0].type.sizes[0] <= target.cores
+        held = [{"twice": 0, "num_warps": n // target.lanes} for n in (256, 512)]
+        twice = [{"twice": 1, "num_warps": n // target.lanes} for n in (512, 256)]
+        return tuple(held + twice if few else twice + held)
 
     def stages(self, node: Node, target: Target) -> tuple[Stage, ...]:
         """Return the launch: a block a token."""
         blocks, tokens, width = node.operands[_BANK].type.sizes
+        config = self.config(node, target)
         return (
             self.stage(
-                node, target, "", (tokens, 1, 1),
-                num_warps=self.config(node, target)["num_warps"], pdl=target.kind == "cuda",
+                node, target, "twice" if config["twice"] else "held", (tokens, 1, 1),
+                num_warps=config["num_warps"], pdl=target.kind == "cuda",
+                max_registers=_TWICE_REGISTERS // (config["num_warps"] * 32) * config["twice"],
                 D=width, R=triton.next_power_of_2(blocks),
                 RES_EPS=node.attrs["res_eps"], EPS=node.attrs["eps"],
             ),

@@ -21,22 +21,7 @@ from k3c.codegen.templates.triton.kda_token import (
     load_weights,
     write_output,
 )
-
-
-@triton.jit
-def _ask_for(first, BYTES: tl.constexpr, limit, PDL: tl.constexpr):
-    """Start to bring `BYTES` from `first` into the L2 cache, or nothing where `limit` is 0.
-
-    Only where programmatic launch is on: the instruction is of the same devices.
-    """
-    if PDL:
-        LINE: tl.constexpr = 128
-        lines = tl.arange(0, BYTES // LINE)
-        wanted = first.to(tl.pointer_type(tl.uint8)) + tl.where(limit > 0, lines, 0) * LINE
-        tl.inline_asm_elementwise(
-            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [wanted], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+from k3c.codegen.templates.triton.prefetch import LINE_BYTES, into_l2
 
 
 # Longer than a function here may be: the signature of an op with 20 operands and results.
@@ -127,7 +112,10 @@ def kda_decode_strips(
     columns = strips * W + within
     ks = tl.arange(0, triton.next_power_of_2(K))
     of_head = kda_state + (slot * H + head) * (K * K)
-    _ask_for(of_head, K * K * (kda_state.dtype.element_ty.primitive_bitwidth // 8), seen, PDL)
+    BYTES: tl.constexpr = K * K * kda_state.dtype.element_ty.primitive_bitwidth // 8
+    lines = tl.arange(0, triton.next_power_of_2(tl.cdiv(BYTES, LINE_BYTES))) * LINE_BYTES
+    lines = tl.where(lines < tl.where(seen > 0, BYTES, 0), lines, 0)
+    into_l2(of_head.to(tl.pointer_type(tl.uint8)) + lines, PDL)
     part = tl.arange(0, 4)[:, None]
     slot_at = conv_state + slot * (9 * H * K) + (part * (H * K) + head * K + ks[None, :])
     query, key, value, loss, qk, norm_q, norm_k, beta, history, raw, scale = prepare(

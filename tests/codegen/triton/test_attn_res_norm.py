@@ -12,6 +12,16 @@ from k3c.targets.target import load_target
 from tests.support.triton_runner import GPU_TARGETS, check, compiles, node, run
 
 SITE = TEMPLATES[0]
+
+
+class Twice(type(SITE)):
+    """The template with the configuration for many tokens."""
+
+    def config(self, node, target):
+        return next(c for c in self.configs(node, target) if c["twice"])
+
+
+KINDS = pytest.mark.parametrize("template", [SITE, Twice()], ids=["few", "many"])
 # Scores are sums of up to 7168 terms in another order, and the softmax raises their error to a
 # factor on the mixture: 7168 ** 0.5 * 6e-8 = 5e-6 at worst.
 F32_BOUND = 5e-6
@@ -50,30 +60,33 @@ def attrs(rows: int, restart: int = 0, commit_row: int = -1) -> dict[str, int]:
 @pytest.mark.parametrize("act", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "width", "blocks", "rows"),
-    [(1, 7168, 8, 8), (1, 7168, 8, 4), (3, 256, 8, 3), (5, 104, 3, 2), (2, 256, 1, 0)],
+    [(1, 1792, 8, 8), (1, 896, 8, 4), (3, 256, 8, 3), (5, 104, 3, 2), (2, 256, 1, 0)],
 )
-def test_it_equals_the_reference(tokens, width, blocks, rows, act):
+@KINDS
+def test_it_equals_the_reference(template, tokens, width, blocks, rows, act):
     n, tensors = case(tokens, width, blocks, act)
     # Blocks that do not stand yet hold whatever memory held.
     bank = torch.zeros_like(tensors[2])
     bank[:rows] = tensors[2][:rows]
     tensors[2] = bank
-    check(SITE, n, tensors, BOUNDS[act], attrs(rows))
+    check(template, n, tensors, BOUNDS[act], attrs(rows))
 
 
-def test_blocks_that_do_not_stand_yet_are_not_read():
+@KINDS
+def test_blocks_that_do_not_stand_yet_are_not_read(template):
     n, tensors = case(3, 256, 8)
-    clean = check(SITE, n, tensors, BF16_BOUND, attrs(3))
+    clean = check(template, n, tensors, BF16_BOUND, attrs(3))
     tensors[2][3:] = torch.nan
-    dirty = run(SITE, n, tensors, attrs(3))
+    dirty = run(template, n, tensors, attrs(3))
     assert torch.equal(clean[0], dirty[0])
     assert torch.equal(clean[1], dirty[1])
 
 
-def test_a_restart_does_not_read_the_prefix_and_the_commit_keeps_it():
+@KINDS
+def test_a_restart_does_not_read_the_prefix_and_the_commit_keeps_it(template):
     n, tensors = case(3, 256, 4)
     tensors[0].fill_(torch.nan)
-    prefix, y, bank = run(SITE, n, tensors, attrs(1, restart=1, commit_row=1))
+    prefix, y, bank = run(template, n, tensors, attrs(1, restart=1, commit_row=1))
     assert torch.equal(prefix, tensors[1])
     assert torch.isfinite(y).all()
     assert torch.equal(bank[1], prefix)
@@ -104,13 +117,15 @@ def test_other_shapes_are_refused():
 
 
 @pytest.mark.parametrize("name", GPU_TARGETS)
-def test_it_compiles_at_the_width_of_the_model(name):
-    compiles(SITE, case(1, 7168, 8)[0], load_target(name))
+@pytest.mark.parametrize("tokens", [1, 512])
+def test_it_compiles_at_the_width_of_the_model(name, tokens):
+    compiles(SITE, case(tokens, 7168, 8)[0], load_target(name))
 
 
 @pytest.mark.device
 @pytest.mark.parametrize("rows", [0, 1, 4, 5, 8])
 @pytest.mark.parametrize("tokens", [1, 63, 512])
-def test_real_shapes(tokens, rows):
+@KINDS
+def test_real_shapes(template, tokens, rows):
     n, tensors = case(tokens, 7168, 8)
-    check(SITE, n, tensors, BF16_BOUND, attrs(rows, commit_row=rows if rows < 8 else -1))
+    check(template, n, tensors, BF16_BOUND, attrs(rows, commit_row=rows if rows < 8 else -1))
