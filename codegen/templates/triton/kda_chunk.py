@@ -21,10 +21,12 @@ from k3c.codegen.templates.triton.kda_parts import log_decay
 from k3c.codegen.templates.triton.kda_rows import (
     CHUNK,
     LOG2_E,
-    convolve_rows,
+    convolve_head,
     fast_sigmoid,
+    load_rows,
     narrowed,
     power_of_two,
+    store_rows,
 )
 
 GROUP = tl.constexpr(32)
@@ -151,15 +153,6 @@ def inverse(lower, DOT: tl.constexpr):
 
 
 @triton.jit
-def store_rows(at, x, STRIDE: tl.constexpr):
-    """Store a matrix, its rows STRIDE elements apart."""
-    R: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    places = tl.arange(0, R)[:, None] * STRIDE + tl.arange(0, N)[None, :]
-    tl.store(at + places, x.to(at.dtype.element_ty))
-
-
-@triton.jit
 def spread(x, factor, DOT: tl.constexpr):
     """Return x f32[GROUPS, GROUP, N] times factor f32[GROUPS, N] as DOT[CHUNK, N]."""
     N: tl.constexpr = x.shape[2]
@@ -209,43 +202,24 @@ def kda_chunk(
         low = low.to(tl.float32)
     block = workspace + (chunk.to(tl.int64) * H + head) * BLOCK
     at = block.to(tl.pointer_type(DOT))
+    AT_READS: tl.constexpr = CHUNK * K
+    AT_CARRIED: tl.constexpr = 2 * CHUNK * K
+    AT_VALUES: tl.constexpr = 3 * CHUNK * K
+    AT_MIXED: tl.constexpr = 3 * CHUNK * K + CHUNK * V
+
+    # Keys and queries wait where U and `reads` will be: in registers they would not fit.
+    window = (history, borrowed, row, place, live)
+    squares, _ = convolve_head(k, conv_k, window, head * K, (H + head) * K, at + AT_VALUES,
+                               K, PART, H * K, CHANNELS, CUDA)  # fmt: skip
+    key_norm = tl.where(i < live, tl.rsqrt(squares + L2_EPS), 0.0)
+    squares, _ = convolve_head(q, conv_q, window, head * K, head * K, at + AT_READS,
+                               K, PART, H * K, CHANNELS, CUDA)  # fmt: skip
+    query_norm = tl.rsqrt(squares + L2_EPS) * SCALE
+    tl.debug_barrier()
 
     lower = tl.zeros([CHUNK, CHUNK], tl.float32)
     mixed = tl.zeros([CHUNK, CHUNK], tl.float32)
-    PARTS: tl.constexpr = K // PART
-    key_parts = ()
-    query_parts = ()
-    key_squares = tl.zeros([CHUNK], tl.float32)
-    query_squares = tl.zeros([CHUNK], tl.float32)
-    for part in tl.static_range(PARTS):
-        at_k = head * K + part * PART
-        x = convolve_rows(
-            k,
-            conv_k,
-            history,
-            borrowed,
-            row,
-            place,
-            live,
-            at_k,
-            H * K + at_k,
-            PART,
-            H * K,
-            CHANNELS,
-            CUDA,
-        )
-        key_squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
-        key_parts += (x,)
-    for part in tl.static_range(PARTS):
-        at_k = head * K + part * PART
-        x = convolve_rows(
-            q, conv_q, history, borrowed, row, place, live, at_k, at_k, PART, H * K, CHANNELS, CUDA
-        )
-        query_squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
-        query_parts += (x,)
-    key_norm = tl.where(i < live, tl.rsqrt(key_squares + L2_EPS), 0.0)
-    query_norm = tl.rsqrt(query_squares + L2_EPS) * SCALE
-
+    rounded = at.to(tl.pointer_type(q.dtype.element_ty))
     same = i[:, None] // GROUP == i[None, :] // GROUP
     upper = i[:, None] < i[None, :]
     # A 16-bit part of a decay keeps more of a small one in units of 1 / UNIT.
@@ -255,8 +229,9 @@ def kda_chunk(
     else:
         factors = tl.where(same & (i[:, None] >= i[None, :]), 1.0 / UNIT, 0.0).to(DOT)
     first_group = tl.arange(0, GROUPS)[:, None] == 0
-    entering = ()
-    for part in tl.static_range(PARTS):
+    for part in tl.range(0, K // PART, num_stages=1):
+        key = load_rows(rounded + AT_VALUES + part * PART, CHUNK, PART, K).to(tl.float32)
+        query = load_rows(rounded + AT_READS + part * PART, CHUNK, PART, K).to(tl.float32)
         ks = head * K + part * PART + tl.arange(0, PART)
         forget = tl.load(f_b + ks[:, None] * F + fs[None, :])
         f = tl.dot(low, tl.trans(forget.to(low.dtype)), input_precision="ieee")
@@ -272,7 +247,6 @@ def kda_chunk(
         both = tl.sum(total, 0)
         decays = block + SCALE_AT - K + part * PART + tl.arange(0, PART)
         tl.store(decays, tl.exp2(both))
-        first_group = tl.arange(0, GROUPS)[:, None] == 0
         if DIRECT:
             # Half of a group's decay on either side keeps 2^sum and its inverse in range.
             sums = tl.reshape(sum_rows(factors, g, DOT), [GROUPS, GROUP, PART])
@@ -289,13 +263,13 @@ def kda_chunk(
         from_start = tl.where(first_group, level, beyond)
         to_end = tl.where(first_group, beyond, level)
 
-        key = tl.reshape(key_parts[part].to(tl.float32) * key_norm[:, None], [GROUPS, GROUP, PART])
+        key = tl.reshape(key * key_norm[:, None], [GROUPS, GROUP, PART])
         key_fall = key * fall
-        store_rows(at + 2 * CHUNK * K + part * PART, spread(key_fall, to_end, DOT), K)
+        store_rows(at + AT_CARRIED + part * PART, spread(key_fall, to_end, DOT), K)
         across = tl.trans(spread(key_fall, level, DOT))
         inside = tl.trans(tf32_order(tl.reshape(key_fall, [CHUNK, PART])))
         key_rise = key * rise
-        entering += (spread(key_rise, from_start, DOT),)
+        store_rows(at + part * PART, spread(key_rise, from_start, DOT), K)
         apart = tl.dot(spread(key_rise, level, DOT), across, input_precision="ieee")
         if DIRECT:
             close = tf32_order(tl.reshape(key_rise, [CHUNK, PART]))
@@ -305,9 +279,9 @@ def kda_chunk(
             close = small_groups(flat, flat, g * (1.0 / UNIT), DOT)
         lower += tl.where(same, close, apart)
 
-        query = query_parts[part].to(tl.float32) * query_norm[:, None]
+        query *= query_norm[:, None]
         query_rise = tl.reshape(query, [GROUPS, GROUP, PART]) * rise
-        store_rows(at + CHUNK * K + part * PART, spread(query_rise, from_start, DOT), K)
+        store_rows(at + AT_READS + part * PART, spread(query_rise, from_start, DOT), K)
         apart = tl.dot(spread(query_rise, level, DOT), across, input_precision="ieee")
         if DIRECT:
             close = tf32_order(tl.reshape(query_rise, [CHUNK, PART]))
@@ -319,35 +293,19 @@ def kda_chunk(
         mixed += tl.where(same, close, apart)
 
     mixed = tl.where(i[:, None] >= i[None, :], mixed, 0.0)
-    store_rows(at + 3 * CHUNK * K + CHUNK * V, mixed, CHUNK)
+    store_rows(at + AT_MIXED, mixed, CHUNK)
     lower = tl.where(i[:, None] > i[None, :], lower * beta[:, None], 0.0)
     solved = (inverse(lower, DOT) * beta[None, :]).to(DOT)
-    for part in tl.static_range(PARTS):
-        store_rows(at + part * PART, tl.dot(solved, entering[part], input_precision="ieee"), K)
 
-    values = ()
-    largest = 0.0
-    for part in tl.static_range(V // PART):
-        at_v = head * V + part * PART
-        x = convolve_rows(
-            v,
-            conv_v,
-            history,
-            borrowed,
-            row,
-            place,
-            live,
-            at_v,
-            2 * H * K + at_v,
-            PART,
-            H * V,
-            CHANNELS,
-            CUDA,
-        )
-        largest = tl.maximum(largest, tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0))
-        values += (x,)
-    scale, unscale = power_of_two(largest)
-    for part in tl.static_range(V // PART):
-        x = (values[part].to(tl.float32) * unscale).to(DOT)
-        store_rows(at + 3 * CHUNK * K + part * PART, tl.dot(solved, x, input_precision="ieee"), V)
+    _, largest = convolve_head(v, conv_v, window, head * V, 2 * H * K + head * V, at + AT_VALUES,
+                               V, PART, H * V, CHANNELS, CUDA)  # fmt: skip
+    scale, unscale = power_of_two(tl.max(largest, 0))
     tl.store(block + SCALE_AT, scale)
+    tl.debug_barrier()
+    for part in tl.range(0, K // PART, num_stages=1):
+        keys = load_rows(at + part * PART, CHUNK, PART, K)
+        store_rows(at + part * PART, tl.dot(solved, keys, input_precision="ieee"), K)
+    for part in tl.range(0, V // PART, num_stages=1):
+        values = load_rows(rounded + AT_VALUES + part * PART, CHUNK, PART, V).to(tl.float32)
+        values = tl.dot(solved, (values * unscale).to(DOT), input_precision="ieee")
+        store_rows(at + AT_VALUES + part * PART, values, V)

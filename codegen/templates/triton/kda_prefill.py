@@ -75,17 +75,19 @@ class KdaPrefill(TritonTemplate):
         """Return the configurations worth measuring, the rule's choice first."""
         values = operand(node, "kda_state").sizes[3]
         found = [
-            {"width": width, "scan_warps": warps, "scan_stages": stages}
+            {"width": width, "scan_warps": warps, "scan_stages": stages, "part": part}
             for width in (128, 64, 32, 16)
             for warps in (4, 8)
             for stages in (3, 2, 1)
+            for part in (64, 32)
             if width <= values and _scan_bytes(node, width, stages) <= target.shared_bytes
         ]
 
-        def rank(config: Config) -> tuple[float, int, int]:
+        def rank(config: Config) -> tuple[float, int, int, int]:
             # Few blocks walk slowly; many read the same chunks again.
             blocks = node.attrs["heads"] * values // config["width"]
-            return (abs(blocks / target.cores - 0.5), config["scan_warps"], -config["scan_stages"])
+            unlike = abs(blocks / target.cores - 0.5)
+            return (unlike, -config["part"], config["scan_warps"], -config["scan_stages"])
 
         return tuple(sorted(found, key=rank)[:_CONFIGS])
 
@@ -101,7 +103,7 @@ class KdaPrefill(TritonTemplate):
         }  # fmt: skip
         chunk = self.stage(
             node, target, "chunk", (_chunks(node) * heads, 1, 1), pdl=pdl,
-            **{**of_node, **sizes, **_products(node, target)},
+            PART=min(width, config["part"]), **{**of_node, **sizes, **_products(node, target)},
         )  # fmt: skip
         splits = width // config["width"]
         scan = self.stage(
@@ -151,7 +153,6 @@ def _products(node: Node, target: Target) -> dict[str, Any]:
     bounded = not isinstance(bound, str) and bound is not None and bound >= _DIRECT_BOUND
     narrow = _dot_bytes(node) == 2
     return {
-        "PART": min(operand(node, "kda_state").sizes[2], CHUNK),
         "DIRECT": int(bounded and narrow),
         "DIAGONAL": "tf32" if narrow and target.kind == "cuda" else "ieee",
     }
