@@ -29,10 +29,8 @@ _CACHE_DTYPES = ("f32", "bf16", "f8e4m3")
 _F32_BYTES = 4
 _BF16_BYTES = 2
 _STATS = 2  # a maximum and a sum a split
-# Work items a program where contexts may differ: enough that long ones spread over the device.
-_SPREAD = 4
 _WORKSPACE_LIMIT = 64 << 20
-_MAX_SHARE = 32
+_MAX_SHARE = 32  # blocks of a split, at most, that short contexts are not split below
 _MERGE_COLUMNS = 64
 _CLEAR_COLUMNS = 1024
 _MIN_DOT = 16  # shortest sum of a matrix product
@@ -96,18 +94,13 @@ class AttendShape:
         return self.rows * self.heads // tile + self.segments
 
     def splits(self, config: Config, target: Target) -> int:
-        """Return the most splits of a tile."""
+        """Return the most splits of a tile: `spread` items a program, for contexts that differ."""
         blocks = -(-self.table * self.page // config["BN"])
-        tiles, programs = self.tiles(config["BM"]), target.cores * config["per_core"]
-        spread = 1 if self.segments == 1 and tiles == 1 else _SPREAD
-        wanted = 1 if tiles >= spread * programs else -(-spread * programs // tiles)
+        tiles = self.tiles(config["BM"])
+        items = config["spread"] * target.cores * config["per_core"]
         line_bytes = (self.latent + _STATS) * _F32_BYTES
         affordable = _WORKSPACE_LIMIT // (self.rows * self.heads * line_bytes)
-        return max(1, min(wanted, affordable, blocks))
-
-    def min_share(self, config: Config) -> int:
-        """Return the fewest blocks of a split: with many tiles short contexts need no splits."""
-        return min(max(1, self.tiles(config["BM"]) // 2), config["max_share"])
+        return max(1, min(-(-items // tiles), affordable, blocks))
 
 
 class MlaAttend(TritonTemplate):
@@ -167,11 +160,11 @@ class MlaAttend(TritonTemplate):
         """Return the configurations worth measuring, the rule's choice first."""
         shape = AttendShape.of(node)
         if shape.cache == "f32":
-            return (_config((16, 16), 0, 4, 2),)
+            return (_config(shape, (16, 16), 0, 4, 2),)
         found = _amd_configs(shape) if target.kind == "hip" else _nvidia_configs(shape)
         fitting = tuple(c for c in found if _shared_bytes(shape, c) <= target.shared_bytes)
         # Wide latents: fewer keys at a time always fit.
-        return fitting or (_config((16, 16), 0, 4, 2),)
+        return fitting or (_config(shape, (16, 16), 0, 4, 2),)
 
     def stages(self, node: Node, target: Target) -> tuple[Stage, ...]:
         """Return the walk over the keys, then the merge of its splits or the padding's zeros."""
@@ -217,7 +210,7 @@ def _sizes(shape: AttendShape, config: Config, splits: int) -> dict[str, Any]:
         "BM": config["BM"],
         "BN": config["BN"],
         "SPLITS": splits,
-        "MIN_SHARE": shape.min_share(config) if splits > 1 else 1,
+        "MIN_SHARE": config["share"] if splits > 1 else 1,
     }
 
 
@@ -225,45 +218,61 @@ def _nvidia_configs(shape: AttendShape) -> tuple[Config, ...]:
     """Keys first for few rows, whose blocks of 64 keys fill the matrix unit's first dimension."""
     lines = shape.segment_lines
     if lines <= 8:
+        narrow = _config(shape, (8, 64), 1, 4, 3)
         return (
-            _config((8, 64), 1, 4, 3),
-            _config((16, 32), 0, 4, 3, per_core=2),
-            _config((8, 64), 1, 4, 2),
-            _config((16, 32), 0, 4, 4),
-            _config((8, 64), 1, 4, 3, max_share=16),
-            _config((8, 64), 1, 8, 3),
+            narrow,
+            narrow | {"spread": 1},
+            narrow | {"share": 2 * narrow["share"]},
+            narrow | {"share": 4 * narrow["share"]},
+            narrow | {"stages": 2},
+            narrow | {"warps": 8},
+            _config(shape, (16, 32), 0, 4, 3, per_core=2),
+            _config(shape, (16, 32), 0, 4, 3, per_core=2) | {"spread": 1},
+            _config(shape, (16, 32), 0, 4, 4),
         )
     if lines <= 16:
+        wide = _config(shape, (16, 32), 0, 4, 3, per_core=2)
         return (
-            _config((16, 32), 0, 4, 3, per_core=2),
-            _config((16, 64), 1, 4, 2),
-            _config((16, 32), 0, 4, 4),
-            _config((16, 64), 1, 8, 2),
+            wide,
+            wide | {"spread": 1},
+            wide | {"share": 2 * wide["share"]},
+            wide | {"stages": 4, "per_core": 1},
+            _config(shape, (16, 64), 1, 4, 2),
+            _config(shape, (16, 64), 1, 8, 2),
         )
     if lines <= 32:
-        return (_config((32, 64), 1, 4, 2), _config((32, 64), 1, 8, 2), _config((32, 32), 0, 4, 3))
+        return (
+            _config(shape, (32, 64), 1, 4, 2),
+            _config(shape, (32, 64), 1, 8, 2),
+            _config(shape, (32, 32), 0, 4, 3),
+        )
     return (
-        _config((64, 64), 0, 8, 2),
-        _config((64, 64), 1, 8, 2),
-        _config((32, 64), 1, 4, 2),
-        _config((64, 32), 0, 8, 3),
+        _config(shape, (64, 64), 0, 8, 2),
+        _config(shape, (64, 64), 1, 8, 2),
+        _config(shape, (32, 64), 1, 4, 2),
+        _config(shape, (64, 32), 0, 8, 3),
     )
 
 
 def _amd_configs(shape: AttendShape) -> tuple[Config, ...]:
     if shape.segment_lines <= 16:
-        return (_config((16, 32), 0, 4, 2), _config((16, 64), 1, 4, 2))
-    return (_config((64, 32), 0, 4, 2), _config((32, 32), 0, 4, 2))
+        return (_config(shape, (16, 32), 0, 4, 2), _config(shape, (16, 64), 1, 4, 2))
+    return (_config(shape, (64, 32), 0, 4, 2), _config(shape, (32, 32), 0, 4, 2))
 
 
 def _config(
-    tile: tuple[int, int], keys_first: int, warps: int, stages: int, per_core: int = 1,
-    max_share: int = _MAX_SHARE,
-) -> Config:  # fmt: skip
-    """Return a configuration for tiles of (rows, keys); `per_core` programs share a processor."""
+    shape: AttendShape, tile: tuple[int, int], keys_first: int, warps: int, stages: int,
+    per_core: int = 1,
+) -> dict[str, int]:  # fmt: skip
+    """Return a configuration for tiles of (rows, keys); `per_core` programs share a processor.
+
+    With many tiles short contexts need no splits; one tile has no others to balance with.
+    """
+    tiles = shape.tiles(tile[0])
     return {
         "BM": tile[0], "BN": tile[1], "KEYS_FIRST": keys_first, "warps": warps, "stages": stages,
-        "per_core": per_core, "max_share": max_share,
+        "per_core": per_core, "share": min(max(1, tiles // 2), _MAX_SHARE),
+        "spread": 1 if tiles == 1 else 4,
     }  # fmt: skip
 
 

@@ -14,9 +14,9 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f8e4m3": torch.float8_e
 # bf16 (2^-9 each) before the products, and a score of size 10 has many such errors.
 BOUND = {"f32": 1e-5, "bf16": 2**-7, "f8e4m3": 2**-7}
 # Around a page and a block of 64 positions.
-DECODE = [(1, 62), (1, 63), (1, 64), (0, 0), (1, 65), (1, 0), (1, 127), (1, 200)]
-VERIFY = [(8, 60), (3, 0), (0, 0), (4, 130)]
-PACKED = [(1, 1), (9, 63), (0, 0), (3, 64), (2, 65), (12, 130)]
+DECODE = [(1, 62), (1, 63), (0, 0), (1, 64), (1, 0), (1, 200)]
+VERIFY = [(8, 60), (0, 0), (3, 70)]
+PACKED = [(5, 63), (0, 0), (1, 64), (4, 130)]
 
 
 class Few(MlaAttend):
@@ -55,7 +55,7 @@ REAL = MlaAttend()
 
 def _config(rows, keys, keys_first, **other):
     fixed = {"BM": rows, "BN": keys, "KEYS_FIRST": keys_first, "warps": 4, "stages": 2}
-    return {**fixed, "per_core": 1, "max_share": 32, **other}
+    return {**fixed, "per_core": 1, "share": 1, "spread": 4, **other}
 
 
 def _operands(step, act, heads, latent=64, rope=16):
@@ -75,20 +75,23 @@ def _node(operands, latent=64):
     return node("mla_attend", operands, [("f32", *q.shape[:2], latent)], **attrs)
 
 
-@pytest.mark.parametrize("act", DTYPES)
-@pytest.mark.parametrize("spans", [DECODE, VERIFY, PACKED], ids=["decode", "verify", "packed"])
+@pytest.mark.parametrize(
+    ("spans", "act"),
+    [(DECODE, "f32"), (DECODE, "bf16"), (DECODE, "f8e4m3"), (VERIFY, "bf16"), (PACKED, "f32")],
+    ids=["decode-f32", "decode-bf16", "decode-f8", "verify", "packed"],
+)
 def test_rows_attend_to_their_past_and_to_nothing_else(spans, act):
     torch.manual_seed(0)
     step = paged_step(spans, page=64)
-    operands = _operands(step, act, 6)
+    operands = _operands(step, act, 4)
     (got,) = check(FEW, _node(operands), operands, BOUND[act])
     assert not got[-2:].any(), "padding rows must be zero"
 
 
-@pytest.mark.parametrize("heads", [4, 12, 24, 48, 96])
+@pytest.mark.parametrize("heads", [6, 24, 96])
 def test_any_number_of_heads_decodes(heads):
     torch.manual_seed(1)
-    step = paged_step([(1, 100), (1, 64)], padding=0, page=64)
+    step = paged_step([(1, 100)], padding=0, page=64)
     operands = _operands(step, "bf16", heads)
     check(FEW, _node(operands), operands, BOUND["bf16"])
 
@@ -99,15 +102,15 @@ def test_any_number_of_heads_decodes(heads):
         _config(8, 64, 1),
         _config(16, 32, 0, per_core=2),
         _config(32, 64, 1),
-        _config(64, 64, 0, max_share=1),
-        _config(16, 16, 0, max_share=2),
+        _config(64, 64, 0),
+        _config(16, 16, 0, share=2),
     ],
     ids=lambda c: f"{c['BM']}x{c['BN']}",
 )
 def test_every_shape_of_tile_computes_the_same(config):
     torch.manual_seed(2)
-    step = paged_step([(1, 140), (9, 64), (0, 0)], padding=1, page=64)
-    operands = _operands(step, "bf16", 6)
+    step = paged_step([(1, 140), (5, 64), (0, 0)], padding=1, page=64)
+    operands = _operands(step, "bf16", 3)
     check(Pinned(config), _node(operands), operands, BOUND["bf16"])
 
 
@@ -149,7 +152,7 @@ def test_a_row_has_the_same_bits_in_a_shorter_chunk():
     torch.manual_seed(6)
     step = paged_step([(20, 70)], padding=0, page=64)
     q, cache, start, tokens, context, table = _operands(step, "bf16", 6)
-    template = Pinned(_config(16, 16, 0, max_share=1))
+    template = Pinned(_config(16, 16, 0))
     whole = [q, cache, start, tokens, context, table]
     part = [q, cache, start, tokens - 13, context, table]
     (long,) = run(template, _node(whole), whole)
