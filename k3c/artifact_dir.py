@@ -73,23 +73,23 @@ def member_of_parts(nbytes: int, digests: Sequence[bytes]) -> Member:
     return Member(nbytes, whole, tuple(digest.hex() for digest in digests))
 
 
-def check_part(name: str, member: Member, index: int, data: bytes | memoryview) -> None:
-    """Check one part of a member that has parts.
+def check_digest(name: str, member: Member, part: int, found: str) -> None:
+    """Compare the sha256 of one part of a member with the manifest's.
 
     Args:
         name: The member.
         member: Its entry in the manifest.
-        index: Which part.
-        data: Its bytes.
+        part: Which part.
+        found: The part's sha256.
 
     Raises:
-        ArtifactError: The hash differs.
+        ArtifactError: They differ.
     """
-    found = hashlib.sha256(data).hexdigest()
-    if found != member.parts[index]:
-        first = index * PART_BYTES
-        what = f"bytes {first} to {first + len(data)} have a sha256 that starts {found[:12]}"
-        raise ArtifactError(f"{what}, the manifest says {member.parts[index][:12]}", name, _AGAIN)
+    if found != member.parts[part]:
+        first = part * PART_BYTES
+        last = min(first + PART_BYTES, member.nbytes)
+        what = f"bytes {first} to {last} have a sha256 that starts {found[:12]}"
+        raise ArtifactError(f"{what}, the manifest says {member.parts[part][:12]}", name, _AGAIN)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -261,7 +261,7 @@ def _check_parts(path: Path, name: str, member: Member) -> None:
 
         def check(index: int) -> None:
             data = os.pread(file.fileno(), PART_BYTES, index * PART_BYTES)
-            check_part(name, member, index, data)
+            check_digest(name, member, index, hashlib.sha256(data).hexdigest())
 
         for _ in pool.map(check, range(len(member.parts))):
             pass

@@ -6,7 +6,7 @@ before the first step only; a step uses nothing but its bucket's `Executor`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -180,13 +180,6 @@ class Driver(Protocol):
             DeviceFault: The device failed.
         """
         ...
-
-
-def io_places(plan: Plan, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return the offset in space io and the bytes of some io fields, in order of offset."""
-    buffers = {b.id: b for b in plan.buffers}
-    found = [(buffers[f.buffer].offset, buffers[f.buffer].nbytes, f.name) for f in plan.io]
-    return {name: (offset, n) for offset, n, name in sorted(found) if name in names}
 
 
 DTYPES: Mapping[str, type[np.generic]] = {"i32": np.int32, "i64": np.int64, "f32": np.float32}

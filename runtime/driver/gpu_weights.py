@@ -1,13 +1,14 @@
-"""Streams the weights file to the device: threads read parts into pinned memory and copy them.
+"""Streams the weights file to the device: threads read pieces into pinned memory and copy them.
 
-Every thread has one pinned buffer and one stream, and repeats: read a part, check its hash, copy,
-wait. Reading, hashing and waiting let other threads run, so the copy engine stays busy while most
-threads read. A part is checked before it is copied.
+Every thread has one small pinned buffer and one stream. It takes a part of the file and repeats:
+read a piece, hash it, copy it, wait. Reading, hashing and waiting let other threads run, so the
+copy engine stays busy while most threads read. A part that is not what it should be ends the load.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import threading
 import time
@@ -15,12 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from k3c.artifact import PART_BYTES, WEIGHTS_DATA_START
-from k3c.artifact_dir import WEIGHTS_FILE, check_part
+from k3c.artifact_dir import WEIGHTS_FILE, check_digest
 from k3c.errors import ArtifactError, DeviceFault
 from k3c.runtime.driver.driver import WeightsFile
 from k3c.runtime.driver.gpu_device import Gpu
 
-THREADS = 8
+THREADS = 8  # that only read; enough to fill the link
+HASH_THREADS = 32  # that read and hash, at most: one core hashes a thirtieth of what the link moves
+PIECE_BYTES = 8 << 20
 LINE_EVERY_S = 5.0
 STALL_S = 120.0  # without one part in this time the disk is said to have stalled
 
@@ -68,12 +71,11 @@ class _Stream:
     def _load_parts(self) -> None:
         api = self.gpu.api
         api.make_current(self.gpu.device)
-        buffer = api.created("host_alloc", PART_BYTES, 0, where="buffer for weights")
+        buffer = api.created("host_alloc", PIECE_BYTES, 0, where="buffer for weights")
         stream = self.gpu.new_stream("stream for weights")
-        view = memoryview((ctypes.c_ubyte * PART_BYTES).from_address(buffer)).cast("B")
         try:
             while (part := self.take()) is not None:
-                self._load(part, view, buffer, stream)
+                self._load(part, buffer, stream)
         except BaseException:
             # After a failure these may fail too, and must not hide it.
             api.functions["stream_destroy"](stream)
@@ -82,19 +84,26 @@ class _Stream:
         api.call("stream_destroy", stream, where="stream for weights")
         api.call("host_free", buffer, where="buffer for weights")
 
-    def _load(self, part: int, view: memoryview, buffer: int, stream: int) -> None:
-        """Read, check and copy one part."""
+    def _load(self, part: int, buffer: int, stream: int) -> None:
+        """Read, hash and copy one part."""
+        view = memoryview((ctypes.c_ubyte * PIECE_BYTES).from_address(buffer)).cast("B")
         first = part * PART_BYTES
-        nbytes = min(PART_BYTES, self.file_bytes - first)
-        self._read(first, view[:nbytes])
+        end, digest = min(first + PART_BYTES, self.file_bytes), hashlib.sha256()
+        call, where = self.gpu.api.call, f"weights, part {part}"
+        while first < end:
+            nbytes = min(PIECE_BYTES, end - first)
+            self._read(first, view[:nbytes])
+            if self.weights.check:
+                digest.update(view[:nbytes])
+            skip = max(0, WEIGHTS_DATA_START - first)
+            to = self.address + first + skip - WEIGHTS_DATA_START
+            if nbytes > skip:
+                call("copy_in", to, buffer + skip, nbytes - skip, stream, where=where)
+                call("stream_wait", stream, where=where)
+            first += nbytes
+            self.count(nbytes)
         if self.weights.check:
-            check_part(WEIGHTS_FILE, self.weights.member, part, view[:nbytes])
-        skip = max(0, WEIGHTS_DATA_START - first)
-        to, where = self.address + first + skip - WEIGHTS_DATA_START, f"weights, part {part}"
-        call = self.gpu.api.call
-        call("copy_in", to, buffer + skip, nbytes - skip, stream, where=where)
-        call("stream_wait", stream, where=where)
-        self.count(nbytes)
+            check_digest(WEIGHTS_FILE, self.weights.member, part, digest.hexdigest())
 
     def _read(self, first: int, view: memoryview) -> None:
         while view:
@@ -113,7 +122,7 @@ def stream_weights(
     weights: WeightsFile,
     address: int,
     say: Callable[[str], None],
-    threads: int = THREADS,
+    threads: int | None = None,
 ) -> None:
     """Load the weights; says how far it is every few seconds.
 
@@ -122,7 +131,7 @@ def stream_weights(
         weights: The file.
         address: Where its data go; nothing happens where there are none.
         say: Takes a line of progress.
-        threads: How many read.
+        threads: How many read; None: as many as fill the link, or as there are cores to hash.
 
     Raises:
         ArtifactError: The file is short, or a hash differs.
@@ -137,7 +146,9 @@ def stream_weights(
             raise ArtifactError(what, str(weights.path), "compile again")
         load = _Stream(gpu, weights, address, file, file_bytes)
         if weights.nbytes:
-            _run(load, say, threads)
+            cores = len(os.sched_getaffinity(0))
+            usual = min(HASH_THREADS, max(cores, THREADS)) if weights.check else THREADS
+            _run(load, say, threads or usual)
     finally:
         os.close(file)
 
