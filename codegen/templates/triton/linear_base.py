@@ -23,6 +23,8 @@ from k3c.targets.target import Target
 
 # Rows whose weights are streamed once past one tile of x; more rows take the tiled product.
 DECODE_ROWS = 16
+# Weights that a kernel asks for before its inputs are ready: more would push out what is in use.
+PREFETCH_BYTES = 24 << 20
 # Columns of the product that a block of the stage which adds partial sums takes.
 _FINISH_COLUMNS = 256
 

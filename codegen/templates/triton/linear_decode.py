@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from k3c.codegen.templates.triton.linear_base import DECODE_ROWS, LinearTemplate
+from k3c.codegen.templates.triton.linear_base import DECODE_ROWS, PREFETCH_BYTES, LinearTemplate
 from k3c.codegen.templates.triton.linear_decode_kernel import linear_decode
 from k3c.codegen.templates.triton.linear_gemm_kernel import linear_finish
 from k3c.codegen.templates.triton.linear_node import LinearShape
@@ -18,8 +18,6 @@ from k3c.targets.target import Target
 # blocks of the next kernel, which ask for their weights early.
 _SHARED_SHARE = 0.7
 _MAX_STAGES = 6
-# Weights that a kernel asks for before its inputs are ready: more would push out what is in use.
-_PREFETCH_BYTES = 24 << 20
 # Steps of K: (slices, elements of a slice), the widest first; at least three steps fill a pipeline.
 _STEPS = ((4, 128), (4, 64), (2, 64), (4, 32), (2, 32))
 _MIN_BLOCK_K = 32
@@ -94,7 +92,7 @@ def _rule(shape: LinearShape, target: Target) -> Config:
     split = max(1, min(target.cores // tiles, steps // 2, 8)) if 2 * tiles < target.cores else 1
     if shape.wide:
         return _config(block_n, min(block_k, 32), slices, split, 2, 0)
-    early = min(block_n, block_n * _PREFETCH_BYTES // shape.weight_bytes)
+    early = min(block_n, block_n * PREFETCH_BYTES // shape.weight_bytes)
     tried = [
         _completed(shape, target, _config(block_n, width, slices, split, 0, early))
         for width in (2 * block_k, block_k, block_k // 2)

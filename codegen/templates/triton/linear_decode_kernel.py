@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from k3c.codegen.templates.triton.common import release_dependents, wait_for_inputs
-from k3c.codegen.templates.triton.linear_parts import prefetch_bytes, row_scale, store_tile
+from k3c.codegen.templates.triton.linear_parts import prefetch, row_scale, store_tile
 
 
 # One loop with its prologue and epilogue: split, it would only pass its constants on.
@@ -61,10 +61,16 @@ def linear_decode(
     step: tl.constexpr = SLICES * BLOCK_K
     per_part: tl.constexpr = (K + step * SPLIT - 1) // (step * SPLIT) * step
     even: tl.constexpr = per_part * SPLIT == K
+    # The next kernel may come as soon as all blocks of this one run: it has weights to ask for.
+    release_dependents(PDL)
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
     if PDL and PREFETCH > 0:
-        prefetch_bytes(w + tile * BLOCK_N * K, PREFETCH, SLICES * 32)
+        threads: tl.constexpr = SLICES * 32
+        piece: tl.constexpr = PREFETCH // threads
+        first_byte = (w + tile * BLOCK_N * K).to(tl.pointer_type(tl.uint8), bitcast=True)
+        pieces = first_byte + tl.arange(0, threads) * piece
+        prefetch(pieces, tl.full((threads,), piece, tl.int32))
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
     live = row < rows
@@ -74,7 +80,6 @@ def linear_decode(
     w_at = w + column[None, :, None] * K + w_k
     x_at = x + row[None, None, :] * K + x_k
     wait_for_inputs(PDL)
-    release_dependents(PDL)
     if NORM:
         scale = row_scale(x, row.to(tl.int64), live, inner, K, EPS, NORM_CHUNK)
     sums = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)

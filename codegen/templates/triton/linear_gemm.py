@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from k3c.codegen.template import padded
-from k3c.codegen.templates.triton.linear_base import DECODE_ROWS, LinearTemplate
+from k3c.codegen.templates.triton.linear_base import DECODE_ROWS, PREFETCH_BYTES, LinearTemplate
 from k3c.codegen.templates.triton.linear_gemm_kernel import (
     linear_finish,
     linear_gemm,
@@ -19,22 +19,29 @@ from k3c.ir.graph import Node
 from k3c.targets.catalogue import Stage
 from k3c.targets.target import Target
 
-# (rows, columns of a tile, stages, warps, share of the peak that its main loop reaches).
+# (rows, columns of a tile, elements of K a step, stages, warps, share of the peak that its main
+# loop reaches). Shares are estimates; those of variants differ only to rank them.
 _TILES = (
-    (128, 256, 4, 8, 0.80),
-    (128, 128, 3, 8, 0.70),
-    (64, 256, 3, 8, 0.60),
-    (64, 128, 4, 4, 0.50),
-    (64, 64, 4, 4, 0.35),
+    (128, 256, 64, 4, 8, 0.80),
+    (128, 256, 64, 3, 8, 0.79),
+    (256, 128, 64, 4, 8, 0.78),
+    (128, 128, 64, 3, 8, 0.70),
+    (128, 128, 64, 3, 4, 0.69),
+    (64, 256, 64, 3, 8, 0.60),
+    (64, 128, 64, 4, 4, 0.50),
+    (64, 128, 128, 3, 4, 0.49),
+    (64, 64, 64, 4, 4, 0.35),
+    (64, 64, 128, 4, 4, 0.34),
 )
 _SPLITS = (1, 2, 3, 4, 5, 6, 8)
-_BLOCK_K = 64
 _GROUP = 8
 _CANDIDATES = 10
 # Rate at which one multiprocessor takes tiles from the second-level cache, bytes/us.
 _INGEST_BYTES_PER_US = 70e3
 _STAGE_US = 1.5
 _NORM_COLUMNS = 2048
+# Up to so many rows a product is bound by the stream of its weights.
+_STREAMED_ROWS = 128
 
 
 class LinearGemm(LinearTemplate):
@@ -57,7 +64,9 @@ class LinearGemm(LinearTemplate):
         if shape.wide:
             return (_config(64, 64, 32, 2, 4, 1),)
         ranked = sorted(_space(shape, target), key=lambda c: _estimate_us(shape, target, *c))
-        return tuple(config for config, _ in ranked[:_CANDIDATES])
+        # Variants that differ on one target may be one on another.
+        found = {tuple(config.items()): config for config, _ in ranked}
+        return tuple(found.values())[:_CANDIDATES]
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
         """Return the bytes of the normalised rows and of the partial sums."""
@@ -76,6 +85,7 @@ class LinearGemm(LinearTemplate):
             num_warps=config["WARPS"], num_stages=stages,
             BLOCK_M=config["BLOCK_M"], BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"],
             GROUP=_GROUP, SPLIT=split, STAGES=stages,
+            PREFETCH=_prefetch_bytes(shape, target, config),
         )  # fmt: skip
         before = (self._norm_stage(node, target),) if shape.norm else ()
         after = (self.finish_stage(node, target, split, shape.norm),) if split > 1 else ()
@@ -111,17 +121,12 @@ def _config(
 def _space(shape: LinearShape, target: Target) -> list[tuple[Config, float]]:
     """Return every configuration with the share of the peak that its main loop reaches."""
     splits = [s for s in _SPLITS if s == 1 or (shape.rows <= 512 and shape.inner >= 512 * s)]
-    tiles = [t for t in _TILES if t[1] < 256] if target.kind == "hip" else _TILES
-    return [
-        (_config(m, n, _BLOCK_K, *_depth(target, depth, warps), split), share)
-        for m, n, depth, warps, share in tiles
-        for split in splits
-    ]
-
-
-def _depth(target: Target, stages: int, warps: int) -> tuple[int, int]:
-    """Return stages and warps; on AMD two stages and four warps, which are twice as wide."""
-    return (2, 4) if target.kind == "hip" else (stages, warps)
+    if target.kind == "hip":
+        # Its warps are twice as wide and its shared memory is smaller.
+        tiles = [(m, n, k, 2, 4, share) for m, n, k, *_, share in _TILES if m * n <= 128 * 128]
+    else:
+        tiles = list(_TILES)
+    return [(_config(*tile[:5], split), tile[5]) for tile in tiles for split in splits]
 
 
 def _estimate_us(shape: LinearShape, target: Target, config: Config, share: float) -> float:
@@ -144,6 +149,15 @@ def _estimate_us(shape: LinearShape, target: Target, config: Config, share: floa
     memory = (shape.weight_bytes + shape.rows * shape.inner * 2) / bytes_per_us
     partial = 2 * 4 * split * shape.rows * shape.packed_rows / bytes_per_us
     return max(compute, ingest, memory) + (partial + _STAGE_US if split > 1 else 0)
+
+
+def _prefetch_bytes(shape: LinearShape, target: Target, config: Config) -> int:
+    """Return the bytes of each row of weights that a block asks for early: few rows stream them."""
+    if target.kind != "cuda" or shape.wide or shape.rows > _STREAMED_ROWS or shape.inner % 8:
+        return 0
+    split = config["SPLIT"]
+    part = padded(-(-shape.inner // split), config["BLOCK_K"]) * 2
+    return min(part, PREFETCH_BYTES // (shape.packed_rows * split)) // 16 * 16
 
 
 TEMPLATES = (LinearGemm(), NormLinearGemm())

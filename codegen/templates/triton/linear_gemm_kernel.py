@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from k3c.codegen.templates.triton.common import release_dependents, wait_for_inputs
-from k3c.codegen.templates.triton.linear_parts import row_scale, store_tile
+from k3c.codegen.templates.triton.linear_parts import prefetch, row_scale, store_tile
 
 
 @triton.jit
@@ -27,8 +27,8 @@ def linear_norm(
     K: tl.constexpr, EPS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the normalised rows of x A[rows, K] to the workspace; one block a row."""
-    wait_for_inputs(PDL)
     release_dependents(PDL)
+    wait_for_inputs(PDL)
     A: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) + tl.zeros((1,), tl.int64)
     scale = row_scale(x, row, row < rows, inner, K, EPS, CHUNK)
@@ -50,7 +50,7 @@ def linear_gemm(
     GROUPS: tl.constexpr, PLACES: tl.constexpr, SIZES: tl.constexpr, MULTIPLES: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, NORM: tl.constexpr, ADDEND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of x A[rows, K] with w [COLUMNS, K]; one block: one tile, K / SPLIT.
 
@@ -74,9 +74,9 @@ def linear_gemm(
         GROUP: Tiles down before the next tile to the right, so that both operands stay cached.
         SPLIT: Blocks that share the K of one tile.
         STAGES: Depth of the software pipeline.
+        PREFETCH: Bytes of each row of weights asked for before the inputs are ready.
         PDL: Whether the kernel waits for its predecessor itself.
     """
-    wait_for_inputs(PDL)
     release_dependents(PDL)
     A: tl.constexpr = x.dtype.element_ty
     per_part: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT) * BLOCK_K
@@ -89,22 +89,30 @@ def linear_gemm(
     row = (top + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = within // height * BLOCK_N
     column = first_column + tl.arange(0, BLOCK_N)
-    # Rows and columns that do not exist read row 0: what they give is not stored.
+    # Columns that do not exist read row 0 of the weight: what they give is not stored.
     x_row = tl.where(row < rows, row, 0).to(tl.int64)
     w_row = tl.where(column < COLUMNS, column, 0)
     source = workspace.to(tl.pointer_type(A), bitcast=True) if NORM else x
     k = tl.arange(0, BLOCK_K)
+    first = part * per_part
+    if PDL and PREFETCH > 0:
+        left = tl.minimum(PREFETCH, (inner - first) * w.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(w + w_row * K + first, left + tl.zeros((BLOCK_N,), tl.int32))
+    wait_for_inputs(PDL)
     x_at = source + x_row[:, None] * K + k[None, :]
     w_at = w + w_row[None, :] * K + k[:, None]
+    live = (row < rows)[:, None]
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first = part * per_part
     for at in tl.range(first, tl.minimum(first + per_part, inner), BLOCK_K, num_stages=STAGES):
         if K % BLOCK_K == 0:
-            values = tl.load(x_at + at)
             weights = tl.load(w_at + at)
         else:
-            values = tl.load(x_at + at, mask=(at + k < K)[None, :], other=0)
             weights = tl.load(w_at + at, mask=(at + k < K)[:, None], other=0)
+        if K % BLOCK_K == 0 and BLOCK_M > 64:
+            values = tl.load(x_at + at)
+        else:
+            # A tile that is mostly padding is not filled with copies of row 0: they cost as much.
+            values = tl.load(x_at + at, mask=live & (at + k < K)[None, :], other=0)
         if x.dtype.element_ty == tl.float32 or w.dtype.element_ty == tl.float32:
             sums = tl.dot(
                 values.to(tl.float32), weights.to(tl.float32), sums, input_precision="ieee"
@@ -114,7 +122,7 @@ def linear_gemm(
     if SPLIT > 1:
         partial = workspace + workspace_floats(x, rows, K) if NORM else workspace
         out = partial + (part * rows + row).to(tl.int64)[:, None] * COLUMNS + column[None, :]
-        tl.store(out, sums, mask=(row < rows)[:, None] & (column < COLUMNS)[None, :])
+        tl.store(out, sums, mask=live & (column < COLUMNS)[None, :])
     else:
         store_tile(
             sums, y0, y1, y2, y3, y4, y5, y6, y7, addend, row.to(tl.int64), rows, first_column,
@@ -135,8 +143,8 @@ def linear_finish(
 
     One block: one row, BLOCK_N columns. With SKIP the parts stand behind the normalised rows.
     """
-    wait_for_inputs(PDL)
     release_dependents(PDL)
+    wait_for_inputs(PDL)
     across: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     first = tl.program_id(0) % across * BLOCK_N
     row = (tl.program_id(0) // across).to(tl.int64) + tl.zeros((1,), tl.int64)

@@ -51,17 +51,15 @@ def row_scale(x, row, live, inner, K: tl.constexpr, EPS: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def prefetch_bytes(start, NBYTES: tl.constexpr, THREADS: tl.constexpr):
-    """Ask for NBYTES from the 16-byte aligned `start` on in the second-level cache; NVIDIA only.
+def prefetch(at, nbytes):
+    """Ask for `nbytes` i32 behind each pointer of `at` in the second-level cache; NVIDIA only.
 
-    One request a thread; NBYTES is a multiple of 16 * THREADS.
+    Addresses and sizes are multiples of 16 bytes.
     """
-    chunk: tl.constexpr = NBYTES // THREADS
-    at = start.to(tl.pointer_type(tl.uint8)) + tl.arange(0, THREADS) * chunk
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
-        [at.to(tl.int64), tl.full((THREADS,), chunk, tl.int32)],
+        [at.to(tl.int64), nbytes],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
