@@ -14,6 +14,7 @@ from k3c.artifact_writer import WeightsWriter
 from k3c.codegen.template import pack
 from k3c.ir.types import DTYPES, Layout, TensorType
 from k3c.model.checkpoint import Checkpoint
+from k3c.model.tensor_part import Part
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -38,23 +39,30 @@ class WeightPacker:
         """
         for entry in sorted(entries, key=lambda e: e.offset):
             kind = TensorType(DTYPES[entry.dtype], entry.shape, Layout(entry.layout))
-            data = pack(kind, self._arrays(entry))
+            data = pack(kind, self.arrays(entry))
             assert data.nbytes == entry.nbytes, (
                 f"{entry.name} packs to {data.nbytes} bytes, planned {entry.nbytes}"
             )
             out.write_at(entry.offset, data.data)
             self.advance(entry.nbytes)
 
-    def _arrays(self, entry: WeightEntry) -> tuple[np.ndarray[Any, Any], ...]:
+    def arrays(self, entry: WeightEntry) -> tuple[np.ndarray[Any, Any], ...]:
         """Return what `pack` takes: (packed, scale) of an mxfp4 weight, one array of another."""
         if entry.dtype == "mxfp4":
-            pairs = [self.checkpoint.load_experts(s, entry.layer) for s in entry.sources]
+            pairs = [self.checkpoint.load_experts(s, entry.layer, p) for s, p in _parts(entry)]
             packed, scale = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
             return packed.numpy(), scale.numpy()
         dtype = _TORCH_DTYPES[entry.dtype]
-        names = [s.replace("*", str(entry.layer), 1) for s in entry.sources]
-        rows = torch.cat([self.checkpoint.load(name).to(dtype) for name in names])
+        parts = [(s.replace("*", str(entry.layer), 1), part) for s, part in _parts(entry)]
+        rows = torch.cat([self.checkpoint.load(name, part).to(dtype) for name, part in parts])
         if dtype == torch.bfloat16:
             # numpy has no bfloat16: the bits travel as uint16.
             return (rows.view(torch.uint16).numpy(),)
         return (rows.numpy(),)
+
+
+def _parts(entry: WeightEntry) -> list[tuple[str, Part | None]]:
+    """Return each source of an entry and what the rank reads of it."""
+    whole = (None,) * len(entry.sources)
+    ranges = [None if r.dim < 0 else Part(r.dim, r.start, r.stop) for r in entry.ranges]
+    return list(zip(entry.sources, ranges or whole, strict=True))

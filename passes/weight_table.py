@@ -118,7 +118,7 @@ class _Table:
             offset=self.cursor,
             nbytes=nbytes,
             padding_bytes=max(0, nbytes - kind.nbytes),
-            ranges=tuple(_range(shard, self.rank) for shard in weight.shards),
+            ranges=tuple(weight_range(shard, self.rank) for shard in weight.shards),
         )
         self.entries.append(entry)
         base = self.bases[graph.name, layer]
@@ -126,7 +126,7 @@ class _Table:
         return WeightPlace(entry.offset - base, nbytes, per_layer)
 
 
-def _range(shard: Shard | None, rank: int) -> SourceRange:
+def weight_range(shard: Shard | None, rank: int) -> SourceRange:
     """Return what a rank reads of a source; every axis of a mesh runs over all ranks."""
     if shard is None:
         return SourceRange(-1, 0, 0)

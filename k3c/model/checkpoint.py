@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from k3c.errors import CheckpointError, ConfigError
-from k3c.ir.types import BF16, F32, MXFP4, U8, DType
+from k3c.ir.types import BF16, F32, MX_BLOCK, MXFP4, U8, DType
 from k3c.model.config import TextConfig
 from k3c.model.json_keys import Keys, read_json
 from k3c.model.mxfp4 import E8M0_NAN
 from k3c.model.safetensors_file import Stored, read_header
 from k3c.model.tensor_names import Expected, canonical, expected_tensors, is_skipped
+from k3c.model.tensor_part import Part, read_part
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -59,11 +60,12 @@ class Checkpoint:
         """Stored bytes of all text tensors."""
         return sum(stored.nbytes for stored in self._stored.values())
 
-    def load(self, name: str) -> Tensor:
-        """Read one tensor.
+    def load(self, name: str, part: Part | None = None) -> Tensor:
+        """Read one tensor, or a part of it.
 
         Args:
             name: Canonical name, without `*`.
+            part: What to read of it; None: all.
 
         Returns:
             The tensor with its stored dtype (bf16, f32 or u8) and its canonical shape.
@@ -71,18 +73,24 @@ class Checkpoint:
         Raises:
             CheckpointError: It cannot be read, or an e8m0 scale byte is 255.
         """
-        tensor = _to_shape(self._get(name).read(), self._expected[name].shape)
+        shape = self._expected[name].shape
+        if part is not None:
+            return read_part(self._get(name), shape, part)
+        tensor = _to_shape(self._get(name).read(), shape)
         if name.endswith(".weight_scale"):
             _check_scale(tensor, name, self._stored[name])
         return tensor
 
-    def load_experts(self, stem: str, layer: int) -> tuple[Tensor, Tensor]:
-        """Read one matrix of all experts of a layer.
+    def load_experts(
+        self, stem: str, layer: int, part: Part | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Read one matrix of all experts of a layer, or a part of these matrices.
 
         Args:
             stem: Canonical stem with `*` for the layer and for the expert:
                 `language_model.model.layers.*.block_sparse_moe.experts.*.w1`.
             layer: Layer, from 0.
+            part: Some experts (dimension 0), rows (1) or columns (2); None: all.
 
         Returns:
             packed u8[E, N, K/2] and scale u8[E, N, K/32].
@@ -91,7 +99,11 @@ class Checkpoint:
             CheckpointError: A tensor cannot be read, or an e8m0 scale byte is 255.
         """
         stem = stem.replace("*", str(layer), 1)
-        packed, scale = (self._stack(f"{stem}.{part}") for part in _PAIR)
+        part = part or Part(0, 0, self.config.num_experts)
+        packed, scale = (
+            self._stack(f"{stem}.{half}", part.divided(block if part.dim == 2 else 1))
+            for half, block in zip(_PAIR, (2, MX_BLOCK), strict=True)
+        )
         return packed, scale
 
     def dtype(self, name: str) -> DType:
@@ -115,14 +127,20 @@ class Checkpoint:
         assert name in self._stored, f"no tensor is called {name!r}"
         return self._stored[name]
 
-    def _stack(self, pattern: str) -> Tensor:
-        names = [pattern.replace("*", str(e), 1) for e in range(self.config.num_experts)]
-        out = torch.empty((len(names), *self._expected[names[0]].shape), dtype=torch.uint8)
-        for row, name in zip(out, names, strict=True):
-            self._get(name).read_into(row.view(-1))
+    def _stack(self, pattern: str, part: Part) -> Tensor:
+        experts = range(self.config.num_experts)
+        chosen = experts[part.start : part.stop] if part.dim == 0 else experts
+        names = [pattern.replace("*", str(e), 1) for e in chosen]
+        rows, columns = self._expected[names[0]].shape
+        within = Part(max(0, part.dim - 1), part.start, part.stop) if part.dim else Part(0, 0, rows)
+        shape = [rows, columns]
+        shape[within.dim] = within.stop - within.start
+        out = torch.empty((len(names), *shape), dtype=torch.uint8)
+        for expert, name in zip(out, names, strict=True):
+            expert.copy_(read_part(self._get(name), (rows, columns), within))
         if pattern.endswith(_PAIR[1]) and bool((out == E8M0_NAN).any()):
-            for row, name in zip(out, names, strict=True):
-                _check_scale(row, name, self._stored[name])
+            for expert, name in zip(out, names, strict=True):
+                _check_scale(expert, name, self._stored[name])
         return out
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +43,45 @@ class Stored:
             CheckpointError: The file cannot be read or has become shorter.
         """
         assert out.nbytes == self.nbytes, f"{self.name}: buffer {out.nbytes} B, need {self.nbytes}"
-        if not self.nbytes:
+        self.read_range(out, 0)
+
+    def read_range(self, out: Tensor, start: int) -> None:
+        """Fill `out`, contiguous u8, with the stored bytes from byte `start` on.
+
+        Raises:
+            CheckpointError: As for `read_into`.
+        """
+        self.read_rows(out.view(1, -1), start, 0)
+
+    def read_rows(self, out: Tensor, start: int, stride: int) -> None:
+        """Fill row i of `out`, contiguous u8[rows, n], from byte start + i * stride on.
+
+        Raises:
+            CheckpointError: As for `read_into`.
+        """
+        rows, width = out.shape
+        last = start + (rows - 1) * stride + width
+        assert last <= self.nbytes, f"{self.name}: bytes up to {last} of {self.nbytes}"
+        if not out.nbytes:
             return
+        done = 0
         try:
             with self.file.open("rb", buffering=0) as file:
-                file.seek(self.offset)
-                view, done = out.numpy().data, 0
-                # One call reads at most 2 GiB on Linux.
-                while done < self.nbytes and (count := file.readinto(view[done:])):
-                    done += count
+                for i, row in enumerate(out.numpy()):
+                    done += self._read_at(file, row.data, start + i * stride)
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", str(self.file)) from None
-        if done != self.nbytes:
-            what = f"{self.name}: {done} of {self.nbytes} bytes could be read"
+        if done != out.nbytes:
+            what = f"{self.name}: {done} of {out.nbytes} bytes could be read"
             raise CheckpointError(what, str(self.file), "the shard changed; download it again")
+
+    def _read_at(self, file: FileIO, view: memoryview, start: int) -> int:
+        file.seek(self.offset + start)
+        done = 0
+        # One call reads at most 2 GiB on Linux.
+        while done < len(view) and (count := file.readinto(view[done:])):
+            done += count
+        return done
 
     def read(self) -> Tensor:
         """Return the tensor with its stored dtype and shape."""

@@ -22,7 +22,7 @@ from tests.support.fake_layouts import TARGET, catalogue
 from tests.support.interp import checkpoint_weights, interpret
 from tests.support.ranks import Ranks, from_checkpoint
 from tests.support.steps import error, new_state, step_inputs
-from tests.support.tiny_checkpoint import toy_config_json
+from tests.support.tiny_checkpoint import four_heads_config_json
 
 MESHES = {
     "tp2ep2": Mesh(2, 2),
@@ -37,21 +37,11 @@ MESH = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES.keys())
 BOUND = 1e-5
 
 
-def four_heads() -> dict:
-    """Three layers of 4 heads, 8 experts, and a vocabulary that 4 ranks do not divide."""
-    data = toy_config_json()
-    text = data["text_config"]
-    text |= {"num_experts": 8, "num_experts_per_token": 3, "vocab_size": 66}
-    text |= {"moe_intermediate_size": 128, "routed_expert_hidden_size": 128, "bos_token_id": 1}
-    text["linear_attn_config"]["num_heads"] = 4
-    return data
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     source = folder / "source.json"
-    source.write_text(json.dumps(four_heads()))
+    source.write_text(json.dumps(four_heads_config_json()))
     write_random_model(folder, source, 3)
     config = load_config(folder)
     checkpoint = Checkpoint(folder, config)

@@ -29,6 +29,16 @@ def toy_config_json() -> dict[str, Any]:
     return data
 
 
+def four_heads_config_json() -> dict[str, Any]:
+    """The toy with 4 heads, 8 experts, and a vocabulary that 4 ranks do not divide."""
+    data = toy_config_json()
+    text = data["text_config"]
+    text |= {"num_experts": 8, "num_experts_per_token": 3, "vocab_size": 66, "bos_token_id": 1}
+    text |= {"moe_intermediate_size": 128, "routed_expert_hidden_size": 128}
+    text["linear_attn_config"]["num_heads"] = 4
+    return data
+
+
 def write_toy(directory: Path, seed: int = 0) -> TextConfig:
     """Write the toy model: one shard with an index."""
     directory.mkdir(exist_ok=True)
