@@ -30,7 +30,7 @@ _CODE_BITS = 4
 
 def _config(
     block: int, slices: int, chunks: int, tokens: tuple[int, ...], depth: int, resident: int,
-    warps: int = 4,
+    warps: int = 4, registers: int = 0,
 ) -> Config:  # fmt: skip
     """Return a configuration.
 
@@ -42,11 +42,12 @@ def _config(
         depth: Stages of the pipeline.
         resident: Blocks that a core is given.
         warps: Warps of a block.
+        registers: Most registers of a thread; 0: as many as the compiler likes.
     """
     narrow, middle, wide = (0,) * (3 - len(tokens)) + tokens
     return {
         "block": block, "slices": slices, "chunks": chunks, "narrow": narrow, "middle": middle,
-        "wide": wide, "depth": depth, "resident": resident, "warps": warps,
+        "wide": wide, "depth": depth, "resident": resident, "warps": warps, "registers": registers,
     }  # fmt: skip
 
 
@@ -93,6 +94,7 @@ class _Grouped(TritonTemplate):
         stage = self.stage(
             node, target, "", (grid, 1, 1),
             num_warps=config["warps"], num_stages=config["depth"], pdl=target.kind == "cuda",
+            max_registers=config["registers"],
             E=experts, E_PADDED=_power_of_two(experts), K=x.sizes[-1], WIDTH=layout.width,
             CHOICES=node.operands[3].type.sizes[1], PER_CHOICE=int(len(x.sizes) == 3),
             SITU=int(layout.situ), BETA=_number(node, "beta", layout.situ),
@@ -121,18 +123,16 @@ class GroupedGemmDecode(_Grouped):
         tokens = node.operands[3].type.sizes[0]
         if node.operands[0].type.dtype.name == "f32":
             return (_F32_CONFIG,)
-        if tokens <= 2:
-            slices = (4, 2, 1)
-        elif tokens <= 16:
-            slices = (2, 1, 4)
-        else:
-            slices = (1, 2)
         wide = (8,) if tokens <= 64 else (8, 16) if tokens <= 128 else (16, 32)
-        shapes = ((1, 4, 3), (2, 3, 2), (1, 6, 3), (2, 4, 3))
+        # Few rows: small blocks, so that every core has one; many: large ones, for less work a
+        # weight. Block, slices, chunks, depth, resident, registers.
+        small = ((64, 4, 1, 4, 3, 168), (64, 4, 1, 6, 3, 168), (64, 2, 1, 4, 3, 168))
+        large = ((64, 1, 1, 4, 4, 128), (64, 2, 1, 6, 3, 168), (64, 1, 1, 6, 4, 128))
+        large = ((128, 1, 1, 4, 3, 168), (64, 1, 2, 3, 2, 0), (128, 1, 1, 3, 2, 0), *large)
+        shapes = (*small, *large) if tokens <= 4 else (*large, *small)
         return tuple(
-            _config(64, s, chunks, wide, depth, resident)
-            for s in slices
-            for chunks, depth, resident in shapes
+            _config(block, slices, chunks, wide, depth, resident, registers=registers)
+            for block, slices, chunks, depth, resident, registers in shapes
         )
 
 

@@ -34,7 +34,7 @@ TOO_LARGE = tl.constexpr(0x80808080)
 
 _UNPACK = """
 shf.l.wrap.b32 t, $9, $9, 30;
-lop3.b32 left, $8, t, 0x06030603, 0xac;
+lop3.b32 left, $8, t, 0x06030603, 0xe4;
 and.b32 $0, $8, 0x81C081C0;
 shl.b32 t, $8, 4;
 and.b32 $1, t, 0x81C081C0;
