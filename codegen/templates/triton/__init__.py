@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from k3c.codegen.templates.triton import (
     attn_res_norm,
+    columns,
     combine,
     embed,
     grouped_gemm,
@@ -41,4 +42,5 @@ GPU_TEMPLATES: tuple[Template, ...] = (
     *mla_attend.TEMPLATES,
     *attn_res_norm.TEMPLATES,
     *rms_norm.TEMPLATES,
+    *columns.TEMPLATES,
 )
