@@ -256,7 +256,7 @@ class CandidateList:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the runtime must know of the model."""
+    """What the runtime must know of the model. Without weights it is measured, not served."""
 
     name: str
     vocab_size: int
@@ -264,6 +264,7 @@ class ModelInfo:
     stop_ids: tuple[int, ...]
     has_tokenizer: bool
     compute: Literal["f32", "bf16"]
+    has_weights: bool = True
 
 
 @dataclass(frozen=True)

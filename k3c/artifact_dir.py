@@ -168,7 +168,8 @@ def verify(
             raise ArtifactError(what, name, _AGAIN)
         if name not in later and is_hashed(name, member, mode):
             _check_hash(directory / name, name, member)
-    _check_weights(directory, manifest)
+    if manifest.model.has_weights:
+        _check_weights(directory, manifest)
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:
@@ -184,7 +185,8 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     buckets = [bucket.name for bucket in manifest.buckets]
     if len(set(buckets)) != len(buckets):
         raise ArtifactError("two buckets have one name", where, _AGAIN)
-    needed = [WEIGHTS_FILE, *map(plan_file, buckets), *(k.binary for k in manifest.kernels)]
+    needed = [*map(plan_file, buckets), *(k.binary for k in manifest.kernels)]
+    needed += [WEIGHTS_FILE] if manifest.model.has_weights else []
     for name in needed:
         if name not in manifest.members:
             raise ArtifactError(f"{name[:80]!r} is needed, but is not a member", where, _AGAIN)

@@ -108,8 +108,13 @@ def compile_(
     candidates: Annotated[
         bool, typer.Option("--candidates", help="make an artifact for k3c tune")
     ] = False,
+    mesh: Annotated[str, typer.Option(help="ranks that share the model, e.g. tp=16,ep=16")] = "",
+    rank: Annotated[int, typer.Option(help="which of them to compile for")] = 0,
+    latent: Annotated[
+        str, typer.Option(help="latent projections: replicated or sharded")
+    ] = "replicated",
 ) -> None:
-    """Compile a checkpoint into an artifact for one target."""
+    """Compile a checkpoint, or a config.json without weights, into an artifact for one target."""
     from k3c.compile import CompileOptions, compile_model
     from k3c.console import Console
 
@@ -121,6 +126,9 @@ def compile_(
         max_num_batched_tokens,
         candidates,
         tuple(buckets.split(",")) if buckets else (),
+        mesh,
+        rank,
+        latent,
     )
     with Console() as console:
         compile_model(model, output, options, console)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from k3c import __version__
@@ -35,6 +36,7 @@ from k3c.export.exporter import Compute, export_model
 from k3c.ir.graph import Module
 from k3c.ir.text import show
 from k3c.kernels import add_kernels, catalogue_of, tool_versions
+from k3c.mesh_limits import check_mesh, smallest_mesh
 from k3c.model.checkpoint import Checkpoint
 from k3c.model.config import TextConfig, load_config, stop_token_ids
 from k3c.model.state import PAGE_TOKENS
@@ -42,10 +44,11 @@ from k3c.passes.build_plan import run as build_plan
 from k3c.passes.context import PassContext
 from k3c.passes.pipeline import PipelineResult, run_pipeline
 from k3c.passes.schedule import run as schedule
-from k3c.passes.select_kernels import Selected
+from k3c.passes.select_kernels import Selected, node_key
 from k3c.passes.select_kernels import run as select_kernels
 from k3c.passes.weight_table import weight_table
 from k3c.targets.catalogue import Stage, Template
+from k3c.targets.mesh import Mesh, parse_mesh
 from k3c.targets.target import Target, load_target
 from k3c.weights import WeightPacker
 
@@ -65,6 +68,9 @@ class CompileOptions:
         max_num_batched_tokens: Rows of the largest prefill step at most.
         candidates: Make an artifact for `k3c tune` instead of one to serve.
         buckets: Names of the buckets to compile, sorted out of all; empty: all.
+        mesh: The ranks that share the model, as `tp=16,ep=16`; empty: one.
+        rank: Which of them to compile for.
+        latent: `sharded` to share the latent projections of the experts too.
     """
 
     target: str
@@ -74,6 +80,9 @@ class CompileOptions:
     max_num_batched_tokens: int = 8192
     candidates: bool = False
     buckets: tuple[str, ...] = ()
+    mesh: str = ""
+    rank: int = 0
+    latent: str = "replicated"
 
 
 def export_text(model: Path, compute: str) -> str:
@@ -92,6 +101,9 @@ def export_text(model: Path, compute: str) -> str:
 def compile_model(model: Path, output: Path, options: CompileOptions, console: Console) -> Manifest:
     """Compile a Hugging Face checkpoint into the artifact directory `output`.
 
+    `model` is its folder, or a config.json alone: then the artifact has no weights and can be
+    measured, not served.
+
     Returns:
         The artifact's manifest.
 
@@ -104,17 +116,22 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
     """
     config = load_config(model)
     target = load_target(options.target)
+    mesh = _mesh(config, options, target)
     cache = _cache_info(config, options, bucket_sizes(target).page_tokens)
     writer = ArtifactWriter(output)
-    checkpoint = Checkpoint(model, config)
+    checkpoint = None if model.is_file() else Checkpoint(model, config)
     with console.phase("export"):
         module = _export(config, options.compute, checkpoint, cache.page_tokens)
+    ctx = PassContext(target, catalogue_of(target), mesh=mesh)
     with console.phase("passes"):
-        result = run_pipeline(module, PassContext(target, catalogue_of(target)))
+        result = run_pipeline(module, ctx)
     with console.phase("plan"):
         buckets = _chosen(make_buckets(cache, target, options.max_num_batched_tokens), options)
         select = select_variants if options.candidates else _select
-        planned = _plan(select(result.module, buckets, target), cache, target)
+        planned = _plan(select(result.module, buckets, target), cache, target, options.rank)
+        dims = {"S": cache.slots, "P": cache.pages}
+        search = partial(smallest_mesh, config, module, dims, ctx)
+        _check_fits(planned.plans, target, search)
     with writer:
         with console.phase(f"kernels ({len(planned.requests)})"):
             kernels = add_kernels(writer, planned.requests, planned.plans, target)
@@ -123,17 +140,41 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
         if options.candidates:
             writer.add_text(CANDIDATES_FILE, to_json(candidate_list(planned.selections)))
         has_tokenizer = _add_texts(writer, model, module, result)
-        with console.phase("weights"):
-            _add_weights(writer, checkpoint, planned, console)
-        info = ModelInfo(
-            name=model.resolve().name,
-            vocab_size=config.vocab_size,
-            num_layers=config.num_hidden_layers,
-            stop_ids=stop_token_ids(model, config),
-            has_tokenizer=has_tokenizer,
-            compute=COMPUTE_TYPES[options.compute],
-        )
+        if checkpoint is not None:
+            with console.phase("weights"):
+                _add_weights(writer, checkpoint, planned, console)
+        info = _model_info(model, config, options.compute, has_tokenizer, checkpoint is not None)
         return writer.finish(_manifest(info, planned, kernels))
+
+
+def _model_info(
+    model: Path, config: TextConfig, compute: str, has_tokenizer: bool, has_weights: bool
+) -> ModelInfo:
+    return ModelInfo(
+        name=(model if has_weights else model.parent).resolve().name,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        stop_ids=stop_token_ids(model, config),
+        has_tokenizer=has_tokenizer,
+        compute=COMPUTE_TYPES[compute],
+        has_weights=has_weights,
+    )
+
+
+def _mesh(config: TextConfig, options: CompileOptions, target: Target) -> Mesh | None:
+    """Return the mesh that the options name; every division is checked here.
+
+    Raises:
+        ConfigError: It is no mesh, the model does not divide, or there is no such rank.
+    """
+    mesh = parse_mesh(options.mesh, options.latent)
+    _in_range("--rank", options.rank, 0, mesh.ranks - 1 if mesh else 0)
+    if mesh is None:
+        return None
+    if target.kind == "cpu":
+        raise ConfigError(f"{target.name} runs one rank", f"--mesh {mesh}", "take a GPU target")
+    check_mesh(config, mesh)
+    return mesh
 
 
 def _export(
@@ -193,13 +234,12 @@ def _select(module: Module, buckets: Sequence[Bucket], target: Target) -> list[S
     return [select_kernels(module, bucket, catalogue, target) for bucket in buckets]
 
 
-def _plan(selections: Sequence[Selected], cache: CacheInfo, target: Target) -> _Planned:
+def _plan(selections: Sequence[Selected], cache: CacheInfo, target: Target, rank: int) -> _Planned:
     """Plan every bucket."""
-    table = weight_table(selections, packed_nbytes)
+    table = weight_table(selections, packed_nbytes, rank)
     plans = tuple(build_plan(schedule(s), table, _symbol) for s in selections)
     requests = {kernel_symbol(r, target): r for s in selections for r in _requests(s)}
     ordered = tuple(requests[symbol] for symbol in sorted(requests))
-    _check_fits(plans, target)
     return _Planned(target, cache, tuple(selections), plans, table.entries, ordered)
 
 
@@ -208,19 +248,29 @@ def _largest(plans: Sequence[Plan]) -> dict[str, int]:
     return {s: max(plan.space_bytes[s] for plan in plans) for s in SPACES}
 
 
-def _check_fits(plans: Sequence[Plan], target: Target) -> None:
+def _check_fits(
+    plans: Sequence[Plan], target: Target, smallest: Callable[[int], Mesh | None]
+) -> None:
     """Compare what the runtime will allocate with the target's memory.
+
+    Args:
+        plans: Of all buckets.
+        target: The device.
+        smallest: Gives the smallest mesh that fits, for the bytes of scratch and io.
 
     Raises:
         PlanError: It is more.
     """
     sizes = _largest(plans)
     total_bytes = sum(sizes.values())
-    if total_bytes > target.memory_bytes:
-        what = f"{total_bytes / 2**30:.1f} GiB planned, {target.memory_bytes / 2**30:.1f} GiB there"
-        where = ", ".join(f"{s} {n / 2**30:.1f}" for s, n in sizes.items())
-        hint = "lower --max-num-seqs or --max-model-len, or take a target with more memory"
-        raise PlanError(what, f"{target.name}: {where} GiB", hint)
+    if total_bytes <= target.memory_bytes:
+        return
+    what = f"{total_bytes / 2**30:.1f} GiB planned, {target.memory_bytes / 2**30:.1f} GiB there"
+    where = ", ".join(f"{s} {n / 2**30:.1f}" for s, n in sizes.items())
+    mesh = smallest(sizes["arena"] + sizes["io"]) if target.kind != "cpu" else None
+    fits = f"--mesh {mesh} fits; or " if mesh else ""
+    hint = f"{fits}lower --max-num-seqs or --max-model-len, or take a target with more memory"
+    raise PlanError(what, f"{target.name}: {where} GiB", hint)
 
 
 def _symbol(template: Template, stage: Stage, target: Target) -> str:
@@ -232,6 +282,7 @@ def _requests(selected: Selected) -> list[KernelRequest]:
         KernelRequest(template, stage.constants, stage.name)
         for graph in selected.module.graphs
         for node in graph.nodes
+        if node_key(graph, node) in selected.choices
         for template in (selected.template(graph, node),)
         for stage in template.stages(node, selected.target)
     ]
@@ -280,8 +331,8 @@ def _manifest(model: ModelInfo, planned: _Planned, kernels: tuple[Kernel, ...]) 
             target.name, target.kind, target.arch, target.features, target.min_driver
         ),
         cache=planned.cache,
-        mesh={},
-        rank=0,
+        mesh=dict(planned.selections[0].module.mesh),
+        rank=plans[0].rank,
         buckets=tuple(plan.bucket for plan in plans),
         kernels=kernels,
         weights=planned.weights,

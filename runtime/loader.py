@@ -122,6 +122,7 @@ def load_artifact(directory: Path, options: LoadOptions) -> Loaded:
     clock = _Clock()
     with clock.phase("manifest"):
         manifest = artifact_dir.read_manifest(directory)
+        _require_weights(manifest, directory)
         driver = open_driver(manifest, options)
         driver.check(manifest, str(directory))
     with clock.phase("verify"):
@@ -143,6 +144,13 @@ def load_artifact(directory: Path, options: LoadOptions) -> Loaded:
     return Loaded(
         directory, manifest, buckets, memory, tokenizer, seconds, ahead, failed, driver.close
     )
+
+
+def _require_weights(manifest: Manifest, directory: Path) -> None:
+    if not manifest.model.has_weights:
+        what = "the artifact has no weights: it was compiled from a config.json alone"
+        hint = "compile the folder that holds the weights, or measure it with k3c bench --workload"
+        raise ArtifactError(what, str(directory), hint)
 
 
 def open_driver(manifest: Manifest, options: LoadOptions) -> Driver:
