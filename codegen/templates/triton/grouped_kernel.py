@@ -12,6 +12,7 @@ import triton.language as tl
 
 from k3c.codegen.templates.triton.common import release_dependents, wait_for_inputs
 from k3c.codegen.templates.triton.mxfp4_gpu_decode import TOO_LARGE, decode_words
+from k3c.codegen.templates.triton.prefetch import LINE_BYTES, into_l2
 from k3c.codegen.templates.triton.situ import situ
 
 # Rows and columns of a tile of the weight layout, and what it takes of u32 codes and scales.
@@ -56,8 +57,12 @@ def grouped_gemm(
         NVIDIA: Whether the device is NVIDIA's.
         PDL: Whether to wait for the kernels before this one.
     """
-    wait_for_inputs(PDL)
-    release_dependents(PDL)
+    # Rows of each choice come from a grouped product with the same offsets, which releases its
+    # dependents after its own wait: when this kernel starts, offsets and order are there, x is not.
+    EARLY: tl.constexpr = PDL and PER_CHOICE
+    if not EARLY:
+        wait_for_inputs(PDL)
+        release_dependents(PDL)
     OWN: tl.constexpr = BLOCK // SLICES
     BLOCKS: tl.constexpr = (WIDTH * (1 + SITU) + OWN - 1) // OWN
     WIDEST: tl.constexpr = TOKENS[len(TOKENS) - 1]
@@ -65,25 +70,22 @@ def grouped_gemm(
     low = tl.load(offsets + index, mask=index < E, other=0)
     high = tl.load(offsets + index + 1, mask=index < E, other=0)
     ends = tl.cumsum((high - low + (WIDEST - 1)) // WIDEST, 0) * BLOCKS
-    for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
-        done = ends <= item
-        expert = tl.sum(done.to(tl.int32), 0)
-        inside = item - tl.max(tl.where(done, ends, 0), 0)
-        start = tl.load(offsets + expert)
-        rows = tl.load(offsets + expert + 1) - start
-        # GROUP tiles of x at a time pass over all weight rows, so that both stay in the cache.
-        first = inside // (GROUP * BLOCKS) * GROUP
-        size = tl.minimum((rows + (WIDEST - 1)) // WIDEST - first, GROUP)
-        inside -= first * BLOCKS
-        done_rows = (first + inside % size) * WIDEST
-        count = tl.minimum(rows - done_rows, WIDEST)
-        # In f32, where speed does not count, there is one way to decode.
-        FAST: tl.constexpr = NVIDIA and x.dtype.element_ty == tl.bfloat16
+    items = tl.max(ends, 0)
+    if EARLY:
+        if tl.program_id(0) < items:
+            expert, _, _, block = _find(offsets, ends, tl.program_id(0), WIDEST, BLOCKS, GROUP)
+            _prefetch(weight, expert, block, K, WIDTH * (1 + SITU), OWN)
+        wait_for_inputs(PDL)
+        release_dependents(PDL)
+    # In f32, where speed does not count, there is one way to decode.
+    FAST: tl.constexpr = NVIDIA and x.dtype.element_ty == tl.bfloat16
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        expert, begin, count, block = _find(offsets, ends, item, WIDEST, BLOCKS, GROUP)
         bad = True
         for i in tl.static_range(len(TOKENS)):
             if (count <= TOKENS[i]) & (count > (TOKENS[i - 1] if i > 0 else 0)):
                 bad = _tile(
-                    x, weight, order + (start + done_rows), out, expert, inside // size, count,
+                    x, weight, order + begin, out, expert, block, count,
                     E, K, WIDTH, CHOICES, PER_CHOICE, SITU, BETA, LINEAR_BETA,
                     BLOCK, SLICES, CHUNKS, TOKENS[i], WARPS, FAST, NVIDIA,
                 )  # fmt: skip
@@ -91,10 +93,51 @@ def grouped_gemm(
         if FAST:  # noqa: SIM102
             if bad:
                 _tile(
-                    x, weight, order + (start + done_rows), out, expert, inside // size, count,
+                    x, weight, order + begin, out, expert, block, count,
                     E, K, WIDTH, CHOICES, PER_CHOICE, SITU, BETA, LINEAR_BETA,
                     BLOCK, SLICES, CHUNKS, WIDEST, WARPS, False, NVIDIA,
                 )  # fmt: skip
+
+
+@triton.jit
+def _find(offsets, ends, item, WIDEST: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
+    """Return what an item is: expert, place of its first row in `order`, rows, weight block.
+
+    GROUP tiles of x at a time pass over all weight rows, so that both stay in the cache.
+
+    Args:
+        offsets: i32[E + 1].
+        ends: i32[experts], the first item past those of each expert.
+        item: Number of the item.
+        WIDEST: Rows of a tile of x.
+        BLOCKS: Blocks of weight rows.
+        GROUP: Tiles of a group.
+    """
+    done = ends <= item
+    expert = tl.sum(done.to(tl.int32), 0)
+    inside = item - tl.max(tl.where(done, ends, 0), 0)
+    start = tl.load(offsets + expert)
+    rows = tl.load(offsets + expert + 1) - start
+    first = inside // (GROUP * BLOCKS) * GROUP
+    size = tl.minimum((rows + (WIDEST - 1)) // WIDEST - first, GROUP)
+    inside -= first * BLOCKS
+    begin = (first + inside % size) * WIDEST
+    return expert, start + begin, tl.minimum(rows - begin, WIDEST), inside // size
+
+
+@triton.jit
+def _prefetch(weight, expert, block, K: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr):
+    """Ask for the codes that a block of OWN weight rows meets first, 32 KiB at most."""
+    LINES: tl.constexpr = 256
+    A_CHUNK: tl.constexpr = TILE_CODES * 4 // LINE_BYTES
+    TILES: tl.constexpr = (ROWS + TILE - 1) // TILE
+    ACROSS: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    EACH: tl.constexpr = LINES // (OWN // TILE)
+    line = tl.arange(0, LINES)
+    tile = tl.minimum(block * (OWN // TILE) + line // EACH, TILES - 1)
+    chunk = tl.minimum(line % EACH // A_CHUNK, ACROSS - 1)
+    place = (expert.to(tl.int64) * TILES + tile) * ACROSS + chunk
+    into_l2(weight + place * (TILE_CODES * 4) + line % A_CHUNK * LINE_BYTES, True)
 
 
 # Longer than a function may be elsewhere: the addresses of all operands.
