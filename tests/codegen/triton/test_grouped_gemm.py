@@ -9,11 +9,11 @@ import torch
 
 from k3c.codegen.template import pack
 from k3c.codegen.templates.triton.grouped_gemm import GroupedGemmDecode, GroupedGemmPrefill
-from k3c.export.ops import dispatch
+from k3c.export.ops import REFERENCE, dispatch
 from k3c.ir.graph import Node
 from k3c.targets.target import load_target
 from tests.support import triton_runner
-from tests.support.nodes import Operand, value, with_layouts
+from tests.support.nodes import Operand, compare, value, with_layouts
 from tests.support.triton_runner import GPU_TARGETS, check, compiles, node, run
 
 # f32: up to 704 products in another order than torch's. bf16: one unit of 2^-8 where a sum near a
@@ -67,15 +67,61 @@ class Case:
 
 
 @pytest.mark.parametrize("act", ["f32", "bf16"])
-def test_decode_matches_the_reference(act: str) -> None:
-    Case(1, 96, 40, situ=True, act=act).check(DECODE)
-    Case(3, 256, 40, experts=3, per_choice=True, act=act).check(DECODE)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 96, 40, situ=True),
+        Case(3, 256, 40, experts=3, per_choice=True),
+    ],
+)
+def test_decode_matches_the_reference(case: Case, act: str) -> None:
+    replace(case, act=act).check(DECODE)
 
 
 @pytest.mark.parametrize("act", ["f32", "bf16"])
-def test_prefill_matches_the_reference(act: str) -> None:
-    Case(63, 96, 40, experts=3, situ=True, act=act).check(PREFILL)
-    Case(3, 256, 40, experts=3, choices=1, per_choice=True, act=act).check(PREFILL)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(63, 96, 40, experts=3, situ=True),
+        Case(3, 256, 40, experts=3, choices=1, per_choice=True),
+    ],
+)
+def test_prefill_matches_the_reference(case: Case, act: str) -> None:
+    replace(case, act=act).check(PREFILL)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("tokens", [1, 8, 100, 512])
+@pytest.mark.parametrize("situ", [True, False])
+def test_decode_at_full_width_matches_the_reference(tokens: int, situ: bool) -> None:
+    inner, width = (3584, 3072) if situ else (3072, 3584)
+    case = Case(tokens, inner, width, experts=7, situ=situ, per_choice=not situ)
+    case.check(DECODE)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("tokens", [100, 700])
+@pytest.mark.parametrize("situ", [True, False])
+def test_prefill_at_full_width_matches_the_reference(tokens: int, situ: bool) -> None:
+    inner, width = (3584, 3072) if situ else (3072, 3584)
+    case = Case(tokens, inner, width, experts=7, situ=situ, per_choice=not situ)
+    case.check(PREFILL)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("scale", [200, 254, 255])
+def test_one_large_scale_among_many_is_exact(scale: int) -> None:
+    # Everything else decodes the fast way, this tile of weights the exact one.
+    case = Case(9, 512, 160, experts=3, act="bf16")
+    tensors = case.tensors()
+    assert isinstance(tensors[1], tuple)
+    tensors[1][1][1, 77, 5] = scale
+    (y,) = run(DECODE, case.node(tensors), tensors)
+    (want,) = REFERENCE["grouped_gemm"](*tensors, epilogue="none")
+    assert torch.equal(y.isnan(), want.isnan())
+    # The large scale decides its column alone: the others stay within the bound by themselves.
+    others = torch.arange(160) != 77
+    compare("the other columns", y[..., others], want[..., others], BOUNDS["bf16"])
 
 
 def test_experts_may_have_no_row_one_row_or_129_rows() -> None:
