@@ -43,6 +43,8 @@ def _summary(manifest: Manifest, plans: list[Plan]) -> dict[str, Any]:
         "toolchain": dict(manifest.toolchain),
         "model": asdict(manifest.model),
         "target": asdict(manifest.target),
+        "mesh": dict(manifest.mesh),
+        "rank": manifest.rank,
         "cache": asdict(manifest.cache),
         "space_bytes": dict(manifest.space_bytes),
         "padding_bytes": sum(w.padding_bytes for w in manifest.weights),
@@ -73,8 +75,10 @@ def _text(report: dict[str, Any]) -> str:
         f"model    {model['name']}: {model['num_layers']} layers, "
         f"vocabulary {model['vocab_size']}, compute {model['compute']}, "
         f"stop ids {list(model['stop_ids'])}, "
-        f"{'with' if model['has_tokenizer'] else 'no'} tokenizer",
-        f"target   {target['name']} ({target['arch']}): needs {' '.join(target['features'])}",
+        f"{'with' if model['has_tokenizer'] else 'no'} tokenizer"
+        f"{'' if model['has_weights'] else ', no weights'}",
+        _target_line(target),
+        *([_rank_line(report)] if report["mesh"] else []),
         f"state    {cache['max_requests']} requests of {cache['max_context_tokens']} tokens; "
         f"{cache['slots']} slots, {cache['pages']} pages of {cache['page_tokens']} tokens",
         "",
@@ -90,6 +94,16 @@ def _text(report: dict[str, Any]) -> str:
     for bucket, memory in report.get("memory", {}).items():
         lines += _memory_lines(bucket, memory)
     return "\n".join(lines)
+
+
+def _target_line(target: dict[str, Any]) -> str:
+    needs = " ".join(target["features"]) or f"driver {target['min_driver']}"
+    return f"target   {target['name']} ({target['arch']}): needs {needs}"
+
+
+def _rank_line(report: dict[str, Any]) -> str:
+    axes = ", ".join(f"{axis}={size}" for axis, size in sorted(report["mesh"].items()))
+    return f"rank     {report['rank']} of {axes}"
 
 
 def _bucket_lines(buckets: list[dict[str, Any]]) -> list[str]:

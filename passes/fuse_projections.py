@@ -96,7 +96,8 @@ RULES = (
     Rule("same_input", parse_pattern("%y = linear(%x, %w)"), _fuse,
          _parts_are_weights, _leads_a_group),
     Rule("same_experts", parse_pattern("%y = grouped_linear(%x, %w, %experts)"), _fuse,
-         _parts_are_weights, _leads_a_group, frozenset({"grouped_linear.first_expert"})),
+         _parts_are_weights, _leads_a_group,
+         frozenset({"grouped_linear.first_expert", "grouped_linear.total_experts"})),
 )  # fmt: skip
 
 

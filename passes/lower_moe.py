@@ -38,7 +38,9 @@ def _new_dispatch(match: Match) -> Node:
     offsets = Value(match.index.fresh("offsets"), TensorType(I32, (count + 1,)))
     order = Value(match.index.fresh("order"), experts.type)
     loc = match.node("y").loc
-    attrs: dict[str, Attr] = {"num_experts": count, **match.node("y").attrs}
+    attrs: dict[str, Attr] = {"num_experts": count}
+    if "first_expert" in match.node("y").attrs:
+        attrs["first_expert"] = match.node("y").attrs["first_expert"]
     return Node("dispatch", (experts,), (offsets, order), attrs, loc)
 
 
@@ -47,13 +49,14 @@ def _lower(match: Match) -> Replacement:
     dispatch = known or _new_dispatch(match)
     node = match.node("y")
     operands = (match["x"], match["w"], *dispatch.results)
-    gemm = Node("grouped_gemm", operands, node.results, loc=node.loc)
+    attrs = {name: value for name, value in node.attrs.items() if name != "first_expert"}
+    gemm = Node("grouped_gemm", operands, node.results, attrs, node.loc)
     return Replacement((gemm,) if known else (dispatch, gemm))
 
 
 RULES = (
     Rule("grouped_gemm", parse_pattern("%y... = grouped_linear(%x, %w, %experts)"), _lower,
-         handles=frozenset({"grouped_linear.first_expert"})),
+         handles=frozenset({"grouped_linear.first_expert", "grouped_linear.total_experts"})),
 )  # fmt: skip
 
 

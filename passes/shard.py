@@ -157,7 +157,8 @@ class _Sharder:
             experts = node.operands[1].type.sizes[0] // self.mesh.ep
             attrs: dict[str, Attr] = {"num_experts": experts}
         else:
-            experts, attrs = self._shard(node), {}
+            experts = self._shard(node)
+            attrs = {"total_experts": node.operands[1].type.sizes[0]}
         self._start("first_expert", "ep", experts)
         attrs["first_expert"] = LayerAttr("first_expert")
         self._emit(node, attrs, local_rows=node.op == "grouped_linear")

@@ -104,6 +104,8 @@ _SAMPLING = (
 # The experts of this rank; 0 of them: all.
 _FIRST_EXPERT = {"first_expert": AttrSpec("layer", 0)}
 _LOCAL_EXPERTS = {"num_experts": AttrSpec("int", 0), **_FIRST_EXPERT}
+# The experts of all ranks, for estimates; 0: those of the weight.
+_TOTAL_EXPERTS = {"total_experts": AttrSpec("int", 0)}
 _ROUTE = {"k": _INT, "renormalize": AttrSpec("bool"), "scale": _FLOAT}
 _KDA = {
     "heads": _INT,
@@ -199,7 +201,7 @@ _TABLE = (
     _op(
         "grouped_linear", "model",
         "x: A[T, K] | A[T, k, K], w: mxfp4[E, N, K], experts: i32[T, k] -> ...",
-        _FIRST_EXPERT, extra=_column_ranges,
+        {**_FIRST_EXPERT, **_TOTAL_EXPERTS}, extra=_column_ranges,
     ),
     _op("combine", "both", "rows: A[T, k, L], weights: f32[T, k] -> A[T, L]", {}),
     _op("add", "both", "a: A[*S], b: A[*S] -> A[*S]", {}, commutative=True),
@@ -267,7 +269,8 @@ _TABLE = (
     _op(
         "grouped_gemm", "kernel",
         "x: A[T, K] | A[T, k, K], w: mxfp4[E, N, K], offsets: i32[E+1], order: i32[T, k] -> ...",
-        {"epilogue": AttrSpec("epilogue", "none"), **_SITU}, extra=_column_ranges,
+        {"epilogue": AttrSpec("epilogue", "none"), **_SITU, **_TOTAL_EXPERTS},
+        extra=_column_ranges,
     ),
     _op(
         "combine_norm", "kernel",

@@ -10,11 +10,17 @@ from tests.support.compiled import k3c
 
 MATCHES = {
     "canonicalize": {},
+    "shard": {},
     # Two sites in each block kind, one readout in each head; the first of a block commits.
     "fuse_attn_res": {"attention_site": 3, "site": 5},
     # Per kind: the projections of attention and of the feed-forward; gate and up of the experts.
     "fuse_projections": {"same_experts": 2, "same_input": 6},
     "fuse_kda": {"kda": 2},
+    # Fusions that no CPU template implements.
+    "fuse_forget_gate": {},
+    "fuse_route": {},
+    "fuse_norm_linear": {},
+    "add_advance": {},
     "lower_mla": {"absorbed": 1},
     "lower_moe": {"grouped_gemm": 4},
     # SiTU: dense, and shared and routed experts of two kinds; one gate; sums and norms of MoE.

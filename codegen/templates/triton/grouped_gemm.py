@@ -74,7 +74,10 @@ class _Grouped(TritonTemplate):
         """Return bytes and operations of one launch where rows choose experts evenly."""
         weight = node.operands[1].type
         experts, rows, inner = weight.sizes
-        flat = node.operands[3].type.elements
+        total = node.attrs.get("total_experts") or experts
+        assert isinstance(total, int), f"total_experts {total!r} is no integer"
+        # Of a rank's experts, where others have the rest: its part of the rows.
+        flat = max(1, node.operands[3].type.elements * experts // total)
         every = operand_bytes(node)
         packed = _layout(node).nbytes(experts, inner)
         read = every - packed + packed * min(experts, flat) // experts

@@ -157,6 +157,7 @@ def mla_absorb_v(
 def grouped_gemm(
     x: Tensor, weight: Mxfp4, offsets: Tensor, order: Tensor, *,
     epilogue: str = "none", beta: float = 0.0, linear_beta: float | str | None = None,
+    total_experts: int = 0,
 ) -> Tensor:  # fmt: skip
     """Multiply rows, grouped by expert, with MXFP4 matrices; results stand in token order.
 
@@ -170,6 +171,7 @@ def grouped_gemm(
         epilogue: "none" or "situ".
         beta: Gate cap of situ.
         linear_beta: Up cap of situ.
+        total_experts: Experts of all ranks; changes nothing.
 
     Returns:
         A[T, k, N].

@@ -102,7 +102,7 @@ def route_dispatch(
 
 @reference("grouped_linear")
 def local_grouped_linear(
-    x: Tensor, weight: Mxfp4, experts: Tensor, *, first_expert: int = 0
+    x: Tensor, weight: Mxfp4, experts: Tensor, *, first_expert: int = 0, total_experts: int = 0
 ) -> Tensor:
     """`grouped_linear` over the experts of this rank.
 
@@ -111,6 +111,7 @@ def local_grouped_linear(
         weight: (packed u8[E, N, K/2], scale u8[E, N, K/32]) of this rank's experts.
         experts: i32[T, k], numbered over all ranks.
         first_expert: The first expert of this rank.
+        total_experts: Experts of all ranks; changes nothing.
 
     Returns:
         A[T, k, N]; rows of other ranks' experts are not written: NaN here.
