@@ -43,6 +43,16 @@ ComputeOpt = Annotated[Compute, typer.Option(help="activation type")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="print JSON")]
 # typer reads annotations at run time and does not know `X | None` in every place it is allowed.
 TextOpt = Annotated[Optional[str], typer.Option("--prompt", help="text to continue")]  # noqa: UP045
+BucketsOpt = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--buckets", help="compile these only, e.g. decode.b1,prefill.t2048; default: all"
+    ),
+]
+CandidatesOpt = Annotated[bool, typer.Option("--candidates", help="make an artifact for k3c tune")]
+MeshOpt = Annotated[str, typer.Option(help="ranks that share the model, e.g. tp=16,ep=16")]
+RankOpt = Annotated[int, typer.Option(help="which of them to compile for")]
+LatentOpt = Annotated[str, typer.Option(help="latent projections: replicated or sharded")]
 TextFileOpt = Annotated[Optional[Path], typer.Option("--text", help="UTF-8 text file")]  # noqa: UP045
 TokensOpt = Annotated[
     Optional[Path],  # noqa: UP045
@@ -101,18 +111,11 @@ def compile_(
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="rows of the largest prefill step at most")
     ] = 8192,
-    buckets: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="compile these only, e.g. decode.b1,prefill.t2048; default: all"),
-    ] = None,
-    candidates: Annotated[
-        bool, typer.Option("--candidates", help="make an artifact for k3c tune")
-    ] = False,
-    mesh: Annotated[str, typer.Option(help="ranks that share the model, e.g. tp=16,ep=16")] = "",
-    rank: Annotated[int, typer.Option(help="which of them to compile for")] = 0,
-    latent: Annotated[
-        str, typer.Option(help="latent projections: replicated or sharded")
-    ] = "replicated",
+    buckets: BucketsOpt = None,
+    candidates: CandidatesOpt = False,
+    mesh: MeshOpt = "",
+    rank: RankOpt = 0,
+    latent: LatentOpt = "replicated",
 ) -> None:
     """Compile a checkpoint, or a config.json without weights, into an artifact for one target."""
     from k3c.compile import CompileOptions, compile_model

@@ -101,8 +101,7 @@ def export_text(model: Path, compute: str) -> str:
 def compile_model(model: Path, output: Path, options: CompileOptions, console: Console) -> Manifest:
     """Compile a Hugging Face checkpoint into the artifact directory `output`.
 
-    `model` is its folder, or a config.json alone: then the artifact has no weights and can be
-    measured, not served.
+    `model` is its folder, or a config.json alone: then there are no weights, only measurements.
 
     Returns:
         The artifact's manifest.
@@ -119,9 +118,9 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
     mesh = _mesh(config, options, target)
     cache = _cache_info(config, options, bucket_sizes(target).page_tokens)
     writer = ArtifactWriter(output)
-    checkpoint = None if model.is_file() else Checkpoint(model, config)
+    source = _Source(model, config, None if model.is_file() else Checkpoint(model, config))
     with console.phase("export"):
-        module = _export(config, options.compute, checkpoint, cache.page_tokens)
+        module = _export(config, options.compute, source.checkpoint, cache.page_tokens)
     ctx = PassContext(target, catalogue_of(target), mesh=mesh)
     with console.phase("passes"):
         result = run_pipeline(module, ctx)
@@ -130,35 +129,50 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
         select = select_variants if options.candidates else _select
         planned = _plan(select(result.module, buckets, target), cache, target, options.rank)
         dims = {"S": cache.slots, "P": cache.pages}
-        search = partial(smallest_mesh, config, module, dims, ctx)
-        _check_fits(planned.plans, target, search)
+        _check_fits(planned.plans, target, partial(smallest_mesh, config, module, dims, ctx))
     with writer:
-        with console.phase(f"kernels ({len(planned.requests)})"):
-            kernels = add_kernels(writer, planned.requests, planned.plans, target)
-        for plan in planned.plans:
-            writer.add_plan(plan)
-        if options.candidates:
-            writer.add_text(CANDIDATES_FILE, to_json(candidate_list(planned.selections)))
+        kernels = _add_code(writer, planned, options, console)
         has_tokenizer = _add_texts(writer, model, module, result)
-        if checkpoint is not None:
+        if source.checkpoint is not None:
             with console.phase("weights"):
-                _add_weights(writer, checkpoint, planned, console)
-        info = _model_info(model, config, options.compute, has_tokenizer, checkpoint is not None)
+                _add_weights(writer, source.checkpoint, planned, console)
+        info = _model_info(source, options.compute, has_tokenizer)
         return writer.finish(_manifest(info, planned, kernels))
 
 
-def _model_info(
-    model: Path, config: TextConfig, compute: str, has_tokenizer: bool, has_weights: bool
-) -> ModelInfo:
+@dataclass(frozen=True)
+class _Source:
+    """What is compiled: a folder with weights, or a config.json alone, which has none."""
+
+    path: Path
+    config: TextConfig
+    checkpoint: Checkpoint | None
+
+
+def _model_info(source: _Source, compute: str, has_tokenizer: bool) -> ModelInfo:
+    has_weights = source.checkpoint is not None
     return ModelInfo(
-        name=(model if has_weights else model.parent).resolve().name,
-        vocab_size=config.vocab_size,
-        num_layers=config.num_hidden_layers,
-        stop_ids=stop_token_ids(model, config),
+        name=(source.path if has_weights else source.path.parent).resolve().name,
+        vocab_size=source.config.vocab_size,
+        num_layers=source.config.num_hidden_layers,
+        stop_ids=stop_token_ids(source.path, source.config),
         has_tokenizer=has_tokenizer,
         compute=COMPUTE_TYPES[compute],
         has_weights=has_weights,
     )
+
+
+def _add_code(
+    writer: ArtifactWriter, planned: _Planned, options: CompileOptions, console: Console
+) -> tuple[Kernel, ...]:
+    """Build and add the kernels, the plans that launch them, and what a tuner must know."""
+    with console.phase(f"kernels ({len(planned.requests)})"):
+        kernels = add_kernels(writer, planned.requests, planned.plans, planned.target)
+    for plan in planned.plans:
+        writer.add_plan(plan)
+    if options.candidates:
+        writer.add_text(CANDIDATES_FILE, to_json(candidate_list(planned.selections)))
+    return kernels
 
 
 def _mesh(config: TextConfig, options: CompileOptions, target: Target) -> Mesh | None:
