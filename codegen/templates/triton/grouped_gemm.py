@@ -78,10 +78,12 @@ class _Grouped(TritonTemplate):
         assert isinstance(total, int), f"total_experts {total!r} is no integer"
         # Of a rank's experts, where others have the rest: its part of the rows.
         flat = max(1, node.operands[3].type.elements * experts // total)
-        every = operand_bytes(node)
+        x = node.operands[0].type
         packed = _layout(node).nbytes(experts, inner)
-        read = every - packed + packed * min(experts, flat) // experts
-        return Cost(read, result_bytes(node), 2 * flat * rows * inner)
+        elsewhere = x.nbytes - x.nbytes * experts // total if len(x.shape) == 3 else 0
+        read = operand_bytes(node) - elsewhere - packed + packed * min(experts, flat) // experts
+        written = result_bytes(node) * experts // total
+        return Cost(read, written, 2 * flat * rows * inner)
 
     def stages(self, node: Node, target: Target) -> tuple[Stage, ...]:
         """Return the one launch: as many blocks as run at a time, fewer where work is less."""
