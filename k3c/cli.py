@@ -225,7 +225,7 @@ def tune(
 ) -> None:
     """Measure the candidates of an artifact on this machine's GPU; writes codegen/tuning/*.json."""
     from k3c.files import require_folder
-    from k3c.runtime.tuning import tune as measure
+    from k3c.runtime.measuring.tuning import tune as measure
 
     require_folder(output)
     count = measure(artifact, output, context, lambda line: typer.echo(line, err=True))

@@ -11,9 +11,9 @@ from pathlib import Path
 from k3c.artifact import Bucket
 from k3c.errors import ConfigError
 from k3c.runtime.binding import Bound
-from k3c.runtime.measure import Timing, time_graph, time_launches
-from k3c.runtime.standalone import Standalone
-from k3c.runtime.workload import WORKLOADS, Workload, fill_inputs
+from k3c.runtime.measuring.standalone import Standalone
+from k3c.runtime.measuring.timing import Timing, time_graph, time_launches
+from k3c.runtime.measuring.workload import WORKLOADS, Workload, fill_inputs
 
 LAUNCH_ROUNDS = 3
 

@@ -17,9 +17,9 @@ from k3c.artifact import Candidate, CandidateList, from_json
 from k3c.artifact_dir import CANDIDATES_FILE
 from k3c.errors import ArtifactError, ConfigError
 from k3c.runtime.binding import Bound
-from k3c.runtime.measure import time_launches
-from k3c.runtime.standalone import Standalone
-from k3c.runtime.workload import fill_inputs
+from k3c.runtime.measuring.standalone import Standalone
+from k3c.runtime.measuring.timing import time_launches
+from k3c.runtime.measuring.workload import fill_inputs
 
 ROUNDS = 5
 

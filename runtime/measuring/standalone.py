@@ -19,7 +19,7 @@ from k3c.runtime.binding import Bound
 from k3c.runtime.driver.gpu import GpuDriver
 from k3c.runtime.driver.gpu_device import GpuMemory
 from k3c.runtime.loader import LoadOptions, open_driver
-from k3c.runtime.synthetic import fill_state, fill_weights
+from k3c.runtime.measuring.synthetic import fill_state, fill_weights
 
 Fill = Callable[[Mapping[str, npt.NDArray]], None]
 

@@ -1,0 +1,1 @@
+"""Measures artifacts on a GPU: workloads, candidates, single launches. Nothing here serves."""
