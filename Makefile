@@ -11,12 +11,12 @@ DEMO := $(OUT)/demo-cpu
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(STAMP) ## make .venv with everything that compiling for a CPU and testing need
+setup: $(STAMP) ## make .venv with everything that compiling and testing need
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "k3c needs Python 3.11, found %d.%d; set PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[cpu,gpu,dev]'
 	@touch $@
 
 check: setup ## format, lint, types, import contracts, spelling

@@ -57,6 +57,7 @@ def _sums(pairs, query, AXIS: tl.constexpr):
 
 
 # Longer than a function here may be: one token's dataflow, whose parts share its registers.
+# longer than the budget: the sources' sums, scores and mixture are one pass over registers.
 @triton.jit
 def _mixture(
     bank, block_stride, own, restart, query, columns, in_row, visible, hidden,
@@ -169,6 +170,7 @@ def attn_res_norm_held(
 
 
 # Longer than a function here may be: one token's dataflow.
+# longer than the budget: both readings of the sources share every pointer and mask.
 @triton.jit
 def attn_res_norm_twice(
     prefix, delta, bank, res_norm, res_proj, norm, y, tokens, visible, restart, commit_row,

@@ -22,6 +22,7 @@ TILE_CODES = tl.constexpr(256)
 TILE_SCALES = tl.constexpr(16)
 
 
+# longer than the budget: the persistent loop and what it carries from item to item stand together.
 @triton.jit
 def grouped_gemm(
     x, weight, offsets, order, out,
@@ -141,6 +142,7 @@ def _prefetch(weight, expert, block, K: tl.constexpr, ROWS: tl.constexpr, OWN: t
 
 
 # Longer than a function may be elsewhere: the addresses of all operands.
+# longer than the budget: one item from its rows to its results shares all of its masks.
 @triton.jit
 def _tile(
     x, weight, order, out, expert, block, count,
@@ -194,6 +196,7 @@ def _tile(
     return bad
 
 
+# longer than the budget: the pipelined loop over K, fast and exact, differs in one flag.
 @triton.jit
 def _product(
     codes, scales, x, chunk, k, real,

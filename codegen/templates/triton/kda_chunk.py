@@ -160,6 +160,8 @@ def spread(x, factor, DOT: tl.constexpr):
 
 
 # Longer than a function here may be: the dataflow of a chunk, whose parts share its registers.
+# longer than the budget: the algebra of a chunk (spec 3.5) reads best in one place; its values
+# stay in registers.
 @triton.jit
 def kda_chunk(
     q, k, v, z, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, o_norm, f_b, conv_state, kda_state,

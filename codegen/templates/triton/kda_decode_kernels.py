@@ -45,6 +45,7 @@ def prepare(
 
 
 # Longer than a function here may be: the signature of an op with 20 operands and results.
+# longer than the budget: loads stand in the order in which they must be issued.
 @triton.jit
 def kda_decode_whole(
     q, k, v, z, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, o_norm, f_b, conv_state, kda_state,
@@ -91,6 +92,7 @@ def kda_decode_whole(
 
 
 # Longer than a function here may be: the signature of an op with 20 operands and results.
+# longer than the budget: loads stand in the order in which they must be issued.
 @triton.jit
 def kda_decode_strips(
     q, k, v, z, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, o_norm, f_b, conv_state, kda_state,

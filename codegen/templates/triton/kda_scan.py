@@ -58,6 +58,7 @@ def gated_norm(o, gate, weight, pointer, WIDTH: tl.constexpr, EPS: tl.constexpr)
 
 
 # Longer than a function here may be: one loop whose carried values are all of the state.
+# longer than the budget: the loop over chunks and what it carries stand together.
 @triton.jit
 def kda_scan(
     q, k, v, z, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, o_norm, f_b, conv_state, kda_state,

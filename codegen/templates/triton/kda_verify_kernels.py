@@ -23,6 +23,7 @@ from k3c.codegen.templates.triton.kda_token import (
 
 
 # Longer than a function here may be: the signature of an op with 24 operands and results.
+# longer than the budget: the loop over tokens and the state that it carries stand together.
 @triton.jit
 def kda_verify(
     q, k, v, z, f_a, b, conv_q, conv_k, conv_v, a_log, dt_bias, o_norm, f_b, conv_state, kda_state,

@@ -19,6 +19,7 @@ from k3c.codegen.templates.triton.linear_parts import prefetch, row_scale, store
 
 
 # One loop with its prologue and epilogue: split, it would only pass its constants on.
+# longer than the budget: prefetch, wait, loop and ordered sum show the order of memory traffic.
 @triton.jit
 def linear_decode(
     x, norm, w, addend, y0, y1, y2, y3, y4, y5, y6, y7, workspace, rows, inner,

@@ -42,6 +42,7 @@ def linear_norm(
 
 
 # The main loop with its tile order and epilogue: split, it would only pass its constants on.
+# longer than the budget: tile order, loop and epilogues share every index.
 @triton.jit
 def linear_gemm(
     x, norm, w, addend, y0, y1, y2, y3, y4, y5, y6, y7, workspace, rows, inner,

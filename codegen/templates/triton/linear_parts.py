@@ -66,6 +66,7 @@ def prefetch(at, nbytes):
     )
 
 
+# longer than the budget: the results of one tile differ in columns alone, and share its masks.
 @triton.jit
 def store_tile(
     product, y0, y1, y2, y3, y4, y5, y6, y7, addend, row, rows, first,

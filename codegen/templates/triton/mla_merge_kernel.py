@@ -13,6 +13,7 @@ from k3c.codegen.templates.triton.mla_attend_kernel import LOWEST, split_share, 
 from k3c.codegen.templates.triton.segments import owner_of
 
 
+# longer than the budget: one row from its splits to its result shares all of its masks.
 @triton.jit
 def merge_splits(
     q, cache, seg_start, seg_tokens, context, page_table, out, parts, rows, segments, table,

@@ -256,6 +256,7 @@ def kth_chunk(largest, best, steepness, k):
 
 
 # Longer than a function here may be: the filters in their order, which share all they know.
+# longer than the budget: the filters follow one another on the same values.
 @triton.jit
 def sample_row(
     row, largest, best, temperature, top_k, top_p, min_p, u, copy, ids, V: tl.constexpr,
