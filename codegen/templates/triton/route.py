@@ -129,9 +129,9 @@ class _Choosing(TritonTemplate):
         """Return the numbers of warps that a token's experts may be dealt to, the rule's first."""
         rows, experts = node.operands[0].type.sizes
         most = max(next_power_of_2(experts) // target.lanes, 1)
-        found = sorted({min(n, most) for n in (1, 4, 8)})
         # Dealing shortens a token's way and costs more work: good while blocks are few.
-        return tuple(found if rows > 2 * target.cores else reversed(found))
+        wanted = (1, 8) if rows > 2 * target.cores else (8, 4, 1)
+        return tuple(dict.fromkeys(min(n, most) for n in wanted))
 
 
 class RouteTopk(_Choosing):

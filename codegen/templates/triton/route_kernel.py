@@ -33,30 +33,63 @@ def score_order(logits, bias):
 
 
 @triton.jit
-def best_of_lines(order, index, K: tl.constexpr, KP: tl.constexpr):
-    """Return the K largest of each line of [L, W], best first: values and indices i32[L, KP]."""
+def take_rounds(order, index, K: tl.constexpr, KP: tl.constexpr, BY_VALUE: tl.constexpr):
+    """Take the largest of each line of [L, W], K times.
+
+    Returns:
+        Values and lowest indices i32[L, KP], best first; the last value, and how many values there
+        were, i32[L]. BY_VALUE takes equal values all at once: then the next round waits for the
+        value alone, not for its index.
+    """
     place = tl.arange(0, KP)[None, :]
     values = tl.zeros((order.shape[0], KP), tl.int32) + _LOWEST
     indices = tl.zeros((order.shape[0], KP), tl.int32)
+    best = tl.max(order, axis=1)
+    found = tl.zeros((order.shape[0],), tl.int32)
+    # Not `best`: a value of its own, or the compiler does not see that the loop changes it.
+    last = tl.zeros((order.shape[0],), tl.int32)
     for j in tl.range(0, K, loop_unroll_factor=1):
-        best = tl.max(order, axis=1)
-        at = tl.min(tl.where(order == best[:, None], index, _LAST), axis=1)
+        largest = order == best[:, None]
+        at = tl.min(tl.where(largest, index, _LAST), axis=1)
         values = tl.where(place == j, best[:, None], values)
         indices = tl.where(place == j, at[:, None], indices)
-        order = tl.where(index == at[:, None], _LOWEST, order)
+        found += (best > _LOWEST).to(tl.int32)
+        if BY_VALUE:
+            order = tl.where(largest, _LOWEST, order)
+        else:
+            order = tl.where(index == at[:, None], _LOWEST, order)
+        last = best
+        best = tl.max(order, axis=1)
+    return values, indices, last, found
+
+
+@triton.jit
+def best_of_lines(order, index, K: tl.constexpr, KP: tl.constexpr):
+    """Return the K largest of each line of [L, W], best first: values and indices i32[L, KP]."""
+    values, indices, last, found = take_rounds(order, index, K, KP, True)
+    taken = tl.sum(((order >= last[:, None]) & (order > _LOWEST)).to(tl.int32), axis=1)
+    # Equal scores are rare: only then are all rounds repeated, one element a round.
+    if tl.max((taken != found).to(tl.int32), axis=0) != 0:
+        values, indices, _, _ = take_rounds(order, index, K, KP, False)
     return values, indices
 
 
 @triton.jit
 def merge_lines(values, indices, T: tl.constexpr, KP: tl.constexpr):
     """Return the KP best indices i32[T, KP] of the lines [T * parts, KP] of each token."""
-    N: tl.constexpr = values.shape[0] * KP // T
-    key = (values.to(tl.int64) << 32) | (indices ^ _LAST).to(tl.int64)
-    key, index = tl.reshape(key, (T, N)), tl.reshape(indices, (T, N))
-    # The axis summed over comes first, so that a thread sums by itself.
-    rank = tl.sum((key[:, :, None] > key[:, None, :]).to(tl.int32), axis=1)
+    PARTS: tl.constexpr = values.shape[0] // T
+    N: tl.constexpr = PARTS * KP
+    # One above what is taken, so that one less is still an integer.
+    values = tl.maximum(values, _LOWEST + 1)
+    mine = tl.reshape(values, (T, 1, N))
+    part = tl.arange(0, N)[None, None, :] // KP
+    other = tl.arange(0, PARTS)[None, :, None]
+    # An equal score beats mine if its part comes first; of my own part I know my place.
+    bar = tl.where(other == part, _LAST, mine - (other < part).to(tl.int32))
+    beats = tl.reshape(values, (T, PARTS, KP))[:, :, :, None] > bar[:, :, None, :]
+    rank = tl.sum(tl.sum(beats.to(tl.int32), axis=2), axis=1) + (tl.arange(0, N) % KP)[None, :]
     here = rank[:, :, None] == tl.arange(0, KP)[None, None, :]
-    return tl.sum(tl.where(here, index[:, :, None], 0), axis=1)
+    return tl.sum(tl.where(here, tl.reshape(indices, (T, N))[:, :, None], 0), axis=1)
 
 
 @triton.jit
