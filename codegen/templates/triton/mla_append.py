@@ -91,11 +91,11 @@ def mla_append(
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / LATENT + EPS)
         normed = (x * scale * gain).to(kv.dtype.element_ty)
         kind = cache.dtype.element_ty
-        if FLOAT8:
-            normed = to_cache(normed.to(tl.float32), FLOAT8)
-            raw = to_cache(raw.to(tl.float32), FLOAT8)
-        tl.store(place + column, normed.to(kind), mask=is_latent)
-        tl.store(place + shared, raw.to(kind), mask=shared < WIDTH)
+        # Names of their own: what is defined outside a branch keeps its type in it.
+        kept = to_cache(normed.to(tl.float32), FLOAT8) if FLOAT8 else normed
+        kept_raw = to_cache(raw.to(tl.float32), FLOAT8) if FLOAT8 else raw
+        tl.store(place + column, kept.to(kind), mask=is_latent)
+        tl.store(place + shared, kept_raw.to(kind), mask=shared < WIDTH)
 
 
 class MlaAppend(TritonTemplate):
