@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from k3c.targets.catalogue import Constant, Template
@@ -122,6 +122,8 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _file_of(module_name: str) -> Path:
-    path = sys.modules[module_name].__file__
-    assert path is not None, f"module {module_name} has no file"
-    return Path(path)
+    # A module may import another inside a function: then it need not be loaded.
+    spec = find_spec(module_name)
+    origin = None if spec is None else spec.origin
+    assert origin is not None, f"module {module_name} has no file"
+    return Path(origin)

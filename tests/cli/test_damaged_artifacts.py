@@ -129,9 +129,9 @@ def test_a_foreign_format(artifact, refused):
 
 
 def test_a_newer_format_names_both_versions_and_who_wrote_it(artifact, refused):
-    edit_manifest(artifact, lambda m: m.update(major=2, k3c_version="9.1.0", shiny="new"))
+    edit_manifest(artifact, lambda m: m.update(major=3, k3c_version="9.1.0", shiny="new"))
     line = refused()
-    assert "k3c-artifact 2, this k3c reads 1" in line
+    assert "k3c-artifact 3, this k3c reads 2" in line
     assert "9.1.0" in line
 
 

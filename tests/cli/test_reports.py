@@ -124,7 +124,7 @@ def test_bench_reports_start_up_phases_and_the_rate_of_every_bucket(tiny_f32):
     done = k3c("bench", tiny_f32, "--repeat", 2, "--json")
     report = json.loads(done.stdout)
     assert report.keys() == {"startup_s", "buckets"}
-    assert {"manifest", "verify", "plans", "memory", "libraries", "bind"} < set(report["startup_s"])
+    assert {"manifest", "verify", "plans", "memory", "kernels", "bind"} < set(report["startup_s"])
     assert [b["name"] for b in report["buckets"]] == [n for n in BUCKETS if "score" not in n]
     for bucket in report["buckets"]:
         assert 0 < bucket["min_ms"] <= bucket["median_ms"] <= bucket["max_ms"]
