@@ -75,10 +75,11 @@ def _measure(
     """Time the launches of one variant of a bucket."""
     candidates = {(c.graph, c.label): c for c in named}
     plan = rank.plan(name)
-    if context + plan.bucket.dims["T"] > rank.manifest.cache.max_context_tokens:
-        what = f"{context} tokens of context, planned {rank.manifest.cache.max_context_tokens}"
-        raise ConfigError(what, "--context", "compile with a larger --max-model-len")
     before = context if plan.bucket.phase == "decode" else 0
+    planned = rank.manifest.cache.max_context_tokens
+    if before + 1 > planned:
+        what = f"{before} tokens of context and one more, planned {planned}"
+        raise ConfigError(what, "--context", "compile with a larger --max-model-len")
     commands = rank.prepare(plan, lambda io: fill_inputs(io, plan.bucket, before, rank.manifest))
     taken = time_launches(rank.driver, commands, ROUNDS)
     sums: dict[tuple[str, str], tuple[float, set[str]]] = {}

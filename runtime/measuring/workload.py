@@ -50,7 +50,8 @@ class Workload:
 
     def _check_state(self, buckets: tuple[Bucket, ...], cache: CacheInfo) -> None:
         for bucket in buckets:
-            tokens = self.context(bucket) + bucket.dims["T"]
+            new = 1 if bucket.phase == "decode" else bucket.dims["T"]
+            tokens = self.context(bucket) + new
             if tokens > cache.max_context_tokens:
                 what = f"{tokens} tokens in {bucket.name}, planned {cache.max_context_tokens}"
                 raise ConfigError(what, f"--workload {self.name}", "compile with --max-model-len")
