@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 from k3c.codegen.template import operand_bytes, result_bytes
 from k3c.codegen.triton_aot import TYPES, encode
 from k3c.codegen.tuning import Config, tuned
-from k3c.ir.graph import Node
+from k3c.ir.graph import Node, Value
 from k3c.ir.ops import OPS
 from k3c.ir.refusal import Refusal
+from k3c.ir.types import I32, I64, TensorType
 from k3c.targets.catalogue import Cost, Scalar, Stage
 from k3c.targets.target import Target
 
@@ -92,9 +93,18 @@ class TritonTemplate(ABC):
         return tuned(target.name, self.name, self.tuning_key(node), candidates)
 
     def tuning_key(self, node: Node) -> str:
-        """Return what names a node in the tuning table: dtypes and shapes of all values."""
-        values = (*node.operands, *node.results)
-        return " ".join(f"{v.type.dtype}[{','.join(map(str, v.type.sizes))}]" for v in values)
+        """Return what names a node in the tuning table: dtypes and shapes of what it computes.
+
+        Of state, which is overwritten in place, the first dimension says only how much there is;
+        integers that come in say where things are, not what is computed.
+        """
+        state = set(OPS[node.op].in_place.values())
+        words = [
+            _shape_of(v.type, first=i not in state)
+            for i, v in enumerate(node.operands)
+            if i in state or v.type.dtype not in (I32, I64)
+        ]
+        return " ".join([*words, *(_shape_of(r.type) for r in _fresh(node))])
 
     def stage(
         self, node: Node, target: Target, name: str, grid: Grid, *,
@@ -129,8 +139,17 @@ class TritonTemplate(ABC):
 
     def argument_types(self, node: Node, target: Target) -> list[str]:
         """Return the types of the run-time arguments, as Triton spells them."""
-        shared = OPS[node.op].in_place
-        fresh = [r for i, r in enumerate(node.results) if i not in shared]
-        kinds = [POINTERS[v.type.dtype.name] for v in (*node.operands, *fresh)]
+        kinds = [POINTERS[v.type.dtype.name] for v in (*node.operands, *_fresh(node))]
         kinds += [WORKSPACE_TYPE] if self.workspace_bytes(node, target) else []
         return kinds + ["i32"] * len(self.scalars(node))
+
+
+def _fresh(node: Node) -> list[Value]:
+    """Return the results that are not in place."""
+    shared = OPS[node.op].in_place
+    return [result for i, result in enumerate(node.results) if i not in shared]
+
+
+def _shape_of(kind: TensorType, first: bool = True) -> str:
+    sizes = [str(n) for n in kind.sizes]
+    return f"{kind.dtype}[{','.join(sizes if first else ['*', *sizes[1:]])}]"

@@ -7,19 +7,23 @@ part. What the rank computes means nothing, and takes as long as if it did.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import numpy.typing as npt
 
 from k3c import artifact_dir
-from k3c.artifact import SPACES, Manifest, Plan
+from k3c.artifact import SPACES, Manifest, Plan, aligned
 from k3c.errors import ConfigError
 from k3c.runtime.binding import Bound
 from k3c.runtime.driver.gpu import GpuDriver
 from k3c.runtime.driver.gpu_device import GpuMemory
 from k3c.runtime.loader import LoadOptions, open_driver
-from k3c.runtime.measuring.synthetic import fill_state, fill_weights
+from k3c.runtime.measuring.synthetic import draw_logits, fill_state, fill_weights
+
+ROUTERS = ("route_topk", "route_dispatch")
+ROUTING_BYTES = 1 << 28
 
 Fill = Callable[[Mapping[str, npt.NDArray]], None]
 
@@ -37,6 +41,7 @@ class Standalone:
         """Use `open`."""
         self.manifest, self.driver, self.memory = manifest, driver, memory
         self._directory = directory
+        self._logits: GpuMemory | None = None
 
     @classmethod
     def open(cls, directory: Path, say: Callable[[str], None]) -> Standalone:
@@ -76,6 +81,9 @@ class Standalone:
     def prepare(self, plan: Plan, fill: Fill) -> list[Bound]:
         """Fill a bucket's inputs, run it once, and return its commands.
 
+        The routers read drawn logits, not what the layers computed: hidden states of random weights
+        are so alike that all tokens would meet at a few experts.
+
         Raises:
             DeviceFault: The device fails.
         """
@@ -83,7 +91,33 @@ class Standalone:
         fill(executor.inputs)
         executor.start(upload=True)
         executor.finish()
-        return self.driver.commands(plan, self.memory)
+        commands = self._with_drawn_routing(plan, self.driver.commands(plan, self.memory))
+        step = self.driver.graph(commands)
+        step.run()
+        self.driver.gpu.wait(plan.bucket.name)
+        step.close()
+        return commands
+
+    def _with_drawn_routing(self, plan: Plan, commands: list[Bound]) -> list[Bound]:
+        """Let each layer's router read logits of its own, as far as `ROUTING_BYTES` go."""
+        sizes = {b.id: b.nbytes for b in plan.buffers}
+        if self._logits is None:
+            self._logits = self.driver.allocate("drawn routing", ROUTING_BYTES)
+            draw_logits(self._logits)
+        changed: list[Bound] = []
+        places: dict[str, int] = {}
+        end = 0
+        for bound in commands:
+            if not bound.command.label.startswith(ROUTERS):
+                changed.append(bound)
+                continue
+            # Launches of one node read the same logits.
+            if bound.label not in places:
+                nbytes = aligned(sizes[bound.command.args[0].buffer])
+                start = end if end + nbytes <= ROUTING_BYTES else 0
+                places[bound.label], end = self._logits.address + start, start + nbytes
+            changed.append(replace(bound, values=(places[bound.label], *bound.values[1:])))
+        return changed
 
     def close(self) -> None:
         """Free everything."""

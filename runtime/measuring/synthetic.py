@@ -20,11 +20,15 @@ WEIGHT_SPREAD = 0.02
 # As an e2m1 pair each of these is harmless, and as an e8m0 scale it is 2^-15 to 2^0.
 MXFP4_BYTES = (112, 128)
 
+ROUTING_BIAS = "e_score_correction_bias"
+
 Bytes = npt.NDArray[np.uint8]
 
 
 def fill_weights(memory: GpuMemory, entries: Sequence[WeightEntry]) -> None:
     """Fill space weights: normal numbers of a trained model's size, factors near one.
+
+    The bias of the routing stays as it is, zero: all experts are equally likely.
 
     Args:
         memory: The space.
@@ -38,7 +42,8 @@ def fill_weights(memory: GpuMemory, entries: Sequence[WeightEntry]) -> None:
     }
     sources = {name: _Source(memory, pool.view(np.uint8)) for name, pool in pools.items()}
     for entry in entries:
-        sources[entry.dtype].copy_to(entry.offset, entry.nbytes)
+        if not entry.name.endswith(ROUTING_BIAS):
+            sources[entry.dtype].copy_to(entry.offset, entry.nbytes)
     memory.gpu.wait("synthetic weights")
     for source in sources.values():
         source.free()
@@ -54,6 +59,16 @@ def fill_state(memory: GpuMemory) -> None:
     source = _Source(memory, pool.view(np.uint8))
     source.copy_to(0, memory.nbytes)
     memory.gpu.wait("synthetic state")
+    source.free()
+
+
+def draw_logits(memory: GpuMemory) -> None:
+    """Fill memory with independent normal router logits: every choice of experts is as likely."""
+    random = np.random.default_rng(SEED + 2)
+    pool = random.standard_normal(POOL_BYTES // 4).astype(np.float32)
+    source = _Source(memory, pool.view(np.uint8))
+    source.copy_to(0, memory.nbytes)
+    memory.gpu.wait("synthetic routing")
     source.free()
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from k3c.artifact import Candidate, CandidateList, from_json
 from k3c.artifact_dir import CANDIDATES_FILE
 from k3c.errors import ArtifactError, ConfigError
-from k3c.runtime.binding import Bound
 from k3c.runtime.measuring.standalone import Standalone
 from k3c.runtime.measuring.timing import time_launches
 from k3c.runtime.measuring.workload import fill_inputs
@@ -29,7 +28,7 @@ Entry = dict[str, object]
 
 @dataclass(frozen=True)
 class _Measured:
-    """Microseconds of one configuration of one node, the mean over the layers that have it."""
+    """Microseconds of one configuration, the mean over all nodes and layers of its key."""
 
     candidate: Candidate
     us: float
@@ -82,22 +81,18 @@ def _measure(
         raise ConfigError(what, "--context", "compile with a larger --max-model-len")
     commands = rank.prepare(plan, lambda io: fill_inputs(io, plan.bucket, before, rank.manifest))
     taken = time_launches(rank.driver, commands, ROUNDS)
-    sums: dict[tuple[str, str], tuple[float, set[str]]] = {}
+    # All nodes of a key together: layers differ in what they do, as in the number of sources.
+    sums: dict[tuple[str, str], float] = {}
+    calls: dict[tuple[str, str], set[str]] = {}
     for bound, us in zip(commands, taken, strict=True):
-        key, call = _node(bound)
-        total, calls = sums.get(key, (0.0, set[str]()))
-        sums[key] = (total + us, calls | {call})
-    return [
-        _Measured(candidates[key], total / len(calls))
-        for key, (total, calls) in sums.items()
-        if key in candidates
-    ]
-
-
-def _node(bound: Bound) -> tuple[tuple[str, str], str]:
-    """Return (graph, node) of a command, and the call that it is in."""
-    _, call, label = bound.label.split(", ", 2)
-    return (call.partition(" ")[0], label), call
+        _, call, label = bound.label.split(", ", 2)
+        candidate = candidates.get((call.partition(" ")[0], label))
+        if candidate is not None:
+            key = candidate.template, candidate.key
+            sums[key] = sums.get(key, 0.0) + us
+            calls.setdefault(key, set()).add(f"{call} {label}")
+    by_key = {(c.template, c.key): c for c in named}
+    return [_Measured(by_key[key], total / len(calls[key])) for key, total in sums.items()]
 
 
 def _best(measured: Sequence[_Measured], device: str) -> list[Entry]:
