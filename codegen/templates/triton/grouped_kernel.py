@@ -172,11 +172,12 @@ def _tile(
     source = tl.minimum(block * OWN + tile % OWN, TILES - 1)
     chunk = tl.arange(0, CHUNKS)[:, None] + (tile // OWN * (STEPS * CHUNKS))[None, :]
     tile_at = chunk + (source * ACROSS)[None, :]
-    lane = tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     base = expert.to(tl.int64) * (TILES * ACROSS)
     words = weight.to(tl.pointer_type(tl.uint32))
     codes = words + base * TILE_CODES
-    code_at = (tile_at * TILE_CODES + (within * 16)[None, :])[:, :, None, None] + lane[None, None]
+    # A row's words are one dimension: with two, shared memory would take the words of all rows
+    # before the next lane's, and one copy of a warp would become four of half a sector.
+    code_at = (tile_at * TILE_CODES + (within * 16)[None, :])[:, :, None] + tl.arange(0, 16)
     scales = words + E * TILES * ACROSS * TILE_CODES + base * TILE_SCALES
     scale_at = tile_at * TILE_SCALES + within[None, :]
     column = tl.arange(0, SLICES * TOKENS)
@@ -206,7 +207,7 @@ def _product(
     """Return f32[BLOCK, SLICES * TOKENS], the product over K, and all scales or-ed where FAST.
 
     Args:
-        codes: Pointers u32[CHUNKS, BLOCK, 4, 4] of the first step.
+        codes: Pointers u32[CHUNKS, BLOCK, 16] of the first step.
         scales: Pointers u32[CHUNKS, BLOCK] of the first step.
         x: Pointers A[CHUNKS * 128, SLICES * TOKENS] of the first step.
         chunk: Chunk of K, i32[CHUNKS, BLOCK].
@@ -235,13 +236,14 @@ def _product(
             here = chunk + step * CHUNKS
             live = here < ACROSS
             at = codes + step * (CHUNKS * TILE_CODES)
-            words = tl.load(at, mask=live[:, :, None, None], other=0)
+            words = tl.load(at, mask=live[:, :, None], other=0)
             scale = tl.load(scales + step * (CHUNKS * TILE_SCALES), mask=live, other=0)
             scale = _without_padding(scale, K // 32 - here * 4)
             inside = real & (k + step * (CHUNKS * CHUNK) < K)
             right = tl.load(x + step * (CHUNKS * CHUNK), mask=inside, other=0)
         if FAST:
             seen |= scale
+        words = tl.reshape(words, (CHUNKS, BLOCK, 4, 4))
         weights = decode_words(words, scale, right.dtype, FAST, NVIDIA)
         weights = tl.reshape(weights, (CHUNKS, REPEATS, 2, WARPS, 8, 4, 2, 2, 2, 2, 2))
         weights = tl.permute(weights, (1, 3, 2, 4, 0, 6, 10, 9, 8, 5, 7))
