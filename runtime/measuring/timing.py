@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from k3c.runtime.binding import Bound
@@ -87,8 +87,3 @@ def time_launches(driver: GpuDriver, commands: Sequence[Bound], rounds: int) -> 
         taken.append([1e3 * gpu.elapsed_ms(a, b) for a, b in pairwise(timers)])
     driver.api.call("memory_free", busy, where="measure")
     return [statistics.median(column) for column in zip(*taken, strict=True)]
-
-
-def chained(commands: Sequence[Bound]) -> list[Bound]:
-    """Return commands of which each waits for the one before it only."""
-    return [replace(b, after=(i - 1,) if i else ()) for i, b in enumerate(commands)]

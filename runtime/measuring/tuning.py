@@ -16,16 +16,11 @@ from pathlib import Path
 from k3c.artifact import Candidate, CandidateList, from_json
 from k3c.artifact_dir import CANDIDATES_FILE
 from k3c.errors import ArtifactError, ConfigError
-from k3c.runtime.binding import Bound
 from k3c.runtime.measuring.standalone import Standalone
-from k3c.runtime.measuring.timing import chained, time_graph, time_launches
+from k3c.runtime.measuring.timing import time_launches
 from k3c.runtime.measuring.workload import fill_inputs
 
 ROUNDS = 5
-# These read which rows go where from scratch that a later launch of the step overwrites, so they
-# are timed in their place in the step. Others are timed as a chain of all layers' launches, with
-# the early starts that they have in a step: those change which configuration is best.
-ROUTED = ("grouped_gemm", "combine", "combine_norm")
 
 Config = Mapping[str, int]
 Entry = dict[str, object]
@@ -85,34 +80,19 @@ def _measure(
         what = f"{before} tokens of context and one more, planned {planned}"
         raise ConfigError(what, "--context", "compile with a larger --max-model-len")
     commands = rank.prepare(plan, lambda io: fill_inputs(io, plan.bucket, before, rank.manifest))
+    taken = time_launches(rank.driver, commands, ROUNDS)
     # All nodes of a key together: layers differ in what they do, as in the number of sources.
-    groups: dict[tuple[str, str], list[Bound]] = {}
+    sums: dict[tuple[str, str], float] = {}
     calls: dict[tuple[str, str], set[str]] = {}
-    in_step = dict(zip((c.label for c in commands), _in_step(rank, commands), strict=True))
-    for bound in commands:
+    for bound, us in zip(commands, taken, strict=True):
         _, call, label = bound.label.split(", ", 2)
         candidate = candidates.get((call.partition(" ")[0], label))
         if candidate is not None:
             key = candidate.template, candidate.key
-            groups.setdefault(key, []).append(bound)
-            calls.setdefault(key, set()).add(bound.label)
+            sums[key] = sums.get(key, 0.0) + us
+            calls.setdefault(key, set()).add(f"{call} {label}")
     by_key = {(c.template, c.key): c for c in named}
-    found: list[_Measured] = []
-    for key, group in groups.items():
-        if group[0].command.label.startswith(ROUTED):
-            total = sum(in_step[label] for label in calls[key])
-        else:
-            total = time_graph(rank.driver, chained(group), ROUNDS).median_us
-        found.append(_Measured(by_key[key], total / len(calls[key])))
-    return found
-
-
-def _in_step(rank: Standalone, commands: Sequence[Bound]) -> list[float]:
-    """Return for each command the microseconds of all launches of its node."""
-    sums: dict[str, float] = {}
-    for bound, us in zip(commands, time_launches(rank.driver, commands, ROUNDS), strict=True):
-        sums[bound.label] = sums.get(bound.label, 0.0) + us
-    return [sums[bound.label] for bound in commands]
+    return [_Measured(by_key[key], total / len(calls[key])) for key, total in sums.items()]
 
 
 def _best(measured: Sequence[_Measured], device: str) -> list[Entry]:
