@@ -1,5 +1,7 @@
-"""Artifacts that several folders of tests use, each compiled once a run, whatever the workers."""
+"""What several folders of tests use: compiled once a run, whatever the workers."""
 
+import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,10 +18,27 @@ from tests.support.compiled import DEMO, TINY, compile_artifact
 
 
 @pytest.fixture(scope="session")
-def artifacts(tmp_path_factory, worker_id) -> Path:
-    """The folder of this run's artifacts, which parallel workers share."""
+def run_folder(tmp_path_factory, worker_id) -> Path:
+    """The folder of this run, which parallel workers share."""
     own = tmp_path_factory.getbasetemp()
-    folder = (own if worker_id == "master" else own.parent) / "artifacts"
+    return own if worker_id == "master" else own.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_cache(run_folder) -> Iterator[Path]:
+    """Keep what a run compiles in a folder of its own; `K3C_CACHE_DIR` lets two runs share it."""
+    given = os.environ.get("K3C_CACHE_DIR")
+    folder = Path(given) if given else run_folder / "kernels"
+    os.environ["K3C_CACHE_DIR"] = str(folder)
+    yield folder
+    if given is None:
+        del os.environ["K3C_CACHE_DIR"]
+
+
+@pytest.fixture(scope="session")
+def artifacts(run_folder, kernel_cache) -> Path:
+    """The folder of this run's artifacts, compiled with its kernels."""
+    folder = run_folder / "artifacts"
     folder.mkdir(exist_ok=True)
     return folder
 

@@ -71,7 +71,7 @@ def test_a_killed_build_leaves_nothing_and_later_builds_are_equal_byte_by_byte(t
 
 
 def warm_cache(artifact, folder):
-    """Copy an artifact's kernels from the user's cache into a folder of their own."""
+    """Copy an artifact's kernels from the run's cache into a folder of their own."""
     for kernel in json.loads((artifact / "manifest.json").read_text())["kernels"]:
         name = f"{kernel['key'][:2]}/{kernel['key']}.kernel"
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

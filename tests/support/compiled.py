@@ -48,7 +48,7 @@ def k3c(
 
 
 def compile_artifact(model: Path, output: Path, *options: str) -> Path:
-    """Compile for this machine's CPU; kernels come from the user's cache where they are there."""
+    """Compile for this machine's CPU; kernels come from the run's cache where they are there."""
     k3c("compile", model, "--target", "cpu", "-o", output, *options)
     return output
 
