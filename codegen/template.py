@@ -118,11 +118,11 @@ def local_experts(node: Node, total: int) -> int:
 
 
 def _family(type_: TensorType) -> LayoutFamily:
-    # The modules that own layouts register them when they are imported.
-    for compiler in ("tvm", "triton"):
+    name = type_.layout.name.partition(".")[0]
+    # The modules that own layouts register them when they are imported, which takes TVM seconds.
+    for compiler in ("tvm", "triton") if name not in _FAMILIES else ():
         if find_spec(compiler) is not None:
             import_module(f"k3c.codegen.templates.{compiler}")
-    name = type_.layout.name.partition(".")[0]
     if name not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
         raise CodegenError(f"unknown layout family {name!r}", str(type_), f"known: {known}")
