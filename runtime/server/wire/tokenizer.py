@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from k3c.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
+    import llguidance
     import tiktoken
 
 RANKS_FILE = "tiktoken.model"
@@ -104,6 +105,12 @@ class Tokenizer:
         if not 0 <= token < self.vocab_size:
             raise ConfigError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
         return self._encoding.decode_single_token_bytes(token)
+
+    def for_grammars(self, stop_id: int) -> llguidance.LLTokenizer:
+        """Return the vocabulary as llguidance takes it; `stop_id` ends an answer."""
+        from llguidance.tiktoken import lltokenizer_from_encoding
+
+        return lltokenizer_from_encoding(self._encoding, n_vocab=self.vocab_size, eos_token=stop_id)
 
     def stream(self) -> StreamDecoder:
         """Return a decoder for one request's tokens as they come."""
