@@ -17,7 +17,7 @@ from k3c.cpu_features import machine_features
 from k3c.errors import DeviceFault
 
 RUNTIME = ("numpy", "rich", "tiktoken", "typer")
-COMPILE = ("torch", "networkx", "safetensors", "apache-tvm", "apache-tvm-ffi")
+COMPILE = ("torch", "networkx", "jsonschema", "safetensors", "apache-tvm", "apache-tvm-ffi")
 CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 
 

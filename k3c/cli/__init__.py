@@ -33,6 +33,7 @@ def _as_k3c_error(exc: BaseException) -> K3CError | None:
         "torch",
         "tvm",
         "networkx",
+        "jsonschema",
         "safetensors",
     }:
         hint = "pip install 'k3c-compiler[cpu]'; k3c doctor lists what is missing"

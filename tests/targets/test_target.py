@@ -10,7 +10,7 @@ AVX2 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
-GPUS = ("b200", "b300", "gb300", "h200", "mi355x")
+GPUS = ("b200", "b300", "gb200", "gb300", "h200", "mi355x")
 
 
 @pytest.mark.parametrize("name", ["cpu-avx2", "cpu-avx512", *GPUS])
@@ -44,7 +44,7 @@ def test_a_machine_without_avx2_or_fma_is_refused_by_what_it_lacks(missing):
 def test_an_unknown_target_lists_the_known_ones(name):
     with pytest.raises(
         ConfigError,
-        match="known targets: b200, b300, cpu, cpu-avx2, cpu-avx512, gb300, h200, mi355x",
+        match="known targets: b200, b300, cpu, cpu-avx2, cpu-avx512, gb200, gb300, h200, mi355x",
     ):
         load_target(name)
 
