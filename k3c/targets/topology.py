@@ -100,9 +100,9 @@ class Fabric:
         return tuple(sorted(r for r, gbs in self.rates_gbs.items() if gbs < self.full_gbs))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Topology:
-    """Ranks of one kind of device, and the fabrics between them.
+    """Ranks of one kind of device, and the fabrics between them. Two are equal if they are one.
 
     Attributes:
         name: Name of its file, without the ending.
