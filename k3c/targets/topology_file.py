@@ -256,3 +256,17 @@ def _missing(data: Json) -> str:
         if numbers:
             parts.append(f"{word}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}")
     return " and ".join(parts)
+
+
+def topology_text(data: Mapping[str, Any]) -> str:
+    """Return the toml text of a topology's contents.
+
+    Args:
+        data: Keys and values as the schema has them; empty lists are left out.
+    """
+    tables = {key: value for key, value in data.items() if key in ("fabric", "degraded")}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in data.items() if key not in tables]
+    for key, entries in tables.items():
+        for entry in entries:
+            lines += ["", f"[[{key}]]", *(f"{k} = {json.dumps(v)}" for k, v in entry.items())]
+    return "\n".join(lines) + "\n"
