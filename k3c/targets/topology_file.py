@@ -81,7 +81,11 @@ def parse_topology(text: str, name: str, where: str) -> Topology:
 
 def _check_schema(data: Json, where: str) -> None:
     checker: Any = jsonschema.Draft202012Validator(json.loads(schema_text()))
-    errors = sorted(checker.iter_errors(data), key=lambda e: (list(map(str, e.path)), e.message))
+    # A misspelt key also misses the right one: name the one that is there.
+    errors = sorted(
+        checker.iter_errors(data),
+        key=lambda e: (e.validator != "additionalProperties", list(map(str, e.path)), e.message),
+    )
     if not errors:
         return
     error = errors[0]

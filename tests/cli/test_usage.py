@@ -9,7 +9,7 @@ import pytest
 from k3c import __version__, cli
 from tests.support.compiled import ROOT, k3c
 
-VERBS = ("export", "compile", "generate", "eval", "inspect", "bench", "doctor")
+VERBS = ("export", "compile", "generate", "eval", "inspect", "bench", "doctor", "topology")
 
 
 def test_help_lists_every_verb_and_exits_with_0():

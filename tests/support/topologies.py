@@ -1,8 +1,12 @@
 """Topology files for tests: small texts, and random ones for properties."""
 
+from pathlib import Path
+
 from hypothesis import strategies as st
 
 from k3c.targets.topology_file import parse_topology
+
+MACHINES = Path(__file__).parents[1] / "data/machines"
 
 ISLANDS = """
 schema = 1

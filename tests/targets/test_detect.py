@@ -1,16 +1,12 @@
 """`detect` on recorded outputs of nvidia-smi, rocm-smi and amd-smi, and what it refuses."""
 
-from pathlib import Path
-
 import pytest
 
 from k3c.errors import ConfigError, DeviceFault
 from k3c.targets import detect as detect_module
 from k3c.targets.detect import detect
 from k3c.targets.topology import load_topology
-from tests.support.topologies import parse
-
-MACHINES = Path(__file__).parents[1] / "data/machines"
+from tests.support.topologies import MACHINES, parse
 
 
 def detected(name, hosts=1):
