@@ -22,6 +22,7 @@ class Group:
         rate_gbs: What the slowest rank sends the others over such links, GB/s.
         direct: A rank may read and write the memory of every other.
         multicast: The switches between them copy and add, and no path of theirs is down.
+        hosts: Hosts that they are on.
     """
 
     topology: Topology
@@ -32,6 +33,7 @@ class Group:
     rate_gbs: float
     direct: bool
     multicast: bool
+    hosts: int
 
     @property
     def size(self) -> int:
@@ -85,6 +87,7 @@ def group_of(topology: Topology, ranks: tuple[int, ...]) -> Group:
         # other's memory over PCIe.
         near and (len(parts) == 1 or len(ranks) == 2),
         fabric.multicast and one_fabric and not members & set(fabric.degraded()),
+        sum(bool(members & set(host)) for host in topology.hosts),
     )
 
 

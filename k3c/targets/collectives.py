@@ -201,7 +201,8 @@ def _flat(kind: CollectiveKind, family: str, group: Group, nbytes: int) -> Phase
     # Latency was measured on NVLink and xGMI; a slower link adds its longer way for each phase.
     longer = max(0.0, group.hop_us - _measured_hop_us(model, device))
     rounds = 2 if family == "two_shot" else 1
-    us = model.latency(device, group.size) + rounds * longer + _data_us(model, group, wire)
+    latency_us = max(_across_hosts_us(group), model.latency(device, group.size))
+    us = latency_us + rounds * longer + _data_us(model, group, wire)
     spread, source = _trust(model, group, 1 if half else 0)
     return Phase(f"{kind}.{'direct' if half else family}", us, spread, wire, source)
 
@@ -247,10 +248,21 @@ def _send(group: Group, nbytes: int) -> Phase:
     device = _device(group)
     model = models()["one_shot" if group.direct else "ring"]
     longer = group.hop_us - (_measured_hop_us(model, device) if group.direct else 0.0)
-    us = model.latency(device, 2) + max(0.0, longer)
+    us = max(_across_hosts_us(group), model.latency(device, 2)) + max(0.0, longer)
     us += _data_us(models()["one_sided"], group, nbytes)
     spread, source = _trust(model, group, 1)
     return Phase("send.copy", us, spread, float(nbytes), source)
+
+
+def _across_hosts_us(group: Group) -> float:
+    """Return the least latency of direct access between hosts of one NVLink domain.
+
+    Direct reads were measured inside a host only. The fastest that is public across trays is the
+    multicast in one shot, at more than twice that; nothing is assumed to be faster.
+    """
+    if group.hosts == 1 or not group.direct:
+        return 0.0
+    return models()["nvls_one_shot"].latency(_device(group), group.size)
 
 
 def _device(group: Group) -> str:

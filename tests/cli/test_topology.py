@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 
 from k3c.targets.topology import FOLDER, known_topologies
+from tests.support.compiled import ROOT
 from tests.support.topologies import ISLANDS, MACHINES, rack
 
 
@@ -86,6 +87,14 @@ def test_detect_without_a_device_or_a_folder_says_what_to_do(refuse, monkeypatch
     assert "--from" in line
     line = refuse(2, "ConfigError", "topology", "detect", "--from", tmp_path / "gone")
     assert "no such folder" in line
+
+
+def test_the_example_of_the_guide_is_a_topology(run, own):
+    guide = (ROOT / "docs/howto/topology.md").read_text()
+    example = guide.split("```toml\n")[1].split("```")[0]
+    out = run("topology", "show", own(example))[1]
+    assert "ranks      68 on 17 hosts (4 each)" in out
+    assert "host 3 (ranks 12..15): 9 of 18 nvlink paths are up" in out
 
 
 WRONG = {

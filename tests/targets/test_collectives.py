@@ -52,6 +52,22 @@ def test_beyond_what_was_measured_the_bar_is_wider_and_the_source_says_why():
     assert "b300 like others of its class" in twin.source
 
 
+def test_no_way_across_trays_is_faster_than_what_was_measured_across_trays():
+    rack, server = load_topology("gb300-nvl72"), load_topology("hgx-b300")
+    # 10.9 us for one row and for eight on 8 GPUs of two trays (GB200, with a norm).
+    for rows in (1, 8):
+        chosen = choose("all_reduce", rows * TOKEN, range(8), rack)
+        assert chosen.implementation == "nvls_one_shot"
+        assert chosen.us == pytest.approx(10.9, rel=0.10)
+        assert choose("all_reduce", rows * TOKEN, range(8), server).us < chosen.us
+    floor = models()["nvls_one_shot"].latency_us["blackwell"]
+    for kind in KINDS:
+        assert all(c.us > floor for c in options(kind, TOKEN, range(8), rack))
+    # Two ranks of one tray are near each other; of two trays they are not.
+    near, far = (choose("all_reduce", TOKEN, ranks, rack).us for ranks in ((0, 1), (3, 4)))
+    assert near < floor < far
+
+
 def test_two_servers_exchange_by_messages_or_in_levels_and_never_by_direct_reads():
     pair = load_topology("hgx-h200-x2")
     for kind in KINDS:
