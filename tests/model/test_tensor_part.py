@@ -83,7 +83,7 @@ def test_long_parts_of_rows_are_read_row_by_row(tmp_path):
         read_part(stored, (6, 2048), Part(1, 1536, 2048))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(4, 4), Mesh(4, 1), Mesh(2, 2, latent_sharded=True)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(4, 4), Mesh(4, 1), Mesh(2, 2, latent="sharded")], ids=str)
 def test_the_packer_reads_what_the_ranks_of_the_ir_hold(checkpoint, mesh):
     module = export_model(checkpoint.config, "bf16", checkpoint.dtype)
     sharded = shard.run(module, PassContext(TARGET, catalogue(""), mesh=mesh))

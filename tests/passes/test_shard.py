@@ -29,8 +29,8 @@ MESHES = {
     "tp4ep4": Mesh(4, 4),
     "tp2": Mesh(2, 1),
     "tp4": Mesh(4, 1),
-    "tp2ep2-latent": Mesh(2, 2, latent_sharded=True),
-    "tp4-latent": Mesh(4, 1, latent_sharded=True),
+    "tp2ep2-latent": Mesh(2, 2, latent="sharded"),
+    "tp4-latent": Mesh(4, 1, latent="sharded"),
 }
 MESH = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES.keys())
 # Ranks sum products in another order: some units of 2^-24 relative to the largest logit.
