@@ -7,6 +7,7 @@ where there is one, then the template's scalars.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -373,14 +374,15 @@ def _io_fields(
 def _estimates(selected: Selected) -> dict[str, int]:
     """Sum the templates' costs over all calls of a step; `floor_us` is the roofline of the sum."""
     totals = {"read_bytes": 0, "write_bytes": 0, "flops": 0, "launches": 0}
-    for call in selected.module.schedule:
-        graph = selected.module.graph(call.graph)
+    calls = Counter(call.graph for call in selected.module.schedule)
+    for graph in selected.module.graphs:
+        times = calls[graph.name]
         for node in (n for n in graph.nodes if n.op not in COLLECTIVES):
             cost = selected.template(graph, node).cost(node, selected.target)
-            totals["read_bytes"] += cost.read_bytes
-            totals["write_bytes"] += cost.write_bytes
-            totals["flops"] += cost.flops
-            totals["launches"] += 1
+            totals["read_bytes"] += times * cost.read_bytes
+            totals["write_bytes"] += times * cost.write_bytes
+            totals["flops"] += times * cost.flops
+            totals["launches"] += times
     target = selected.target
     # 1 GB/s moves 1,000 bytes a microsecond; 1 GFLOP/s computes 1,000 operations.
     moving_us = (totals["read_bytes"] + totals["write_bytes"]) / (target.bandwidth_gbs * 1e3)
