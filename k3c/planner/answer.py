@@ -35,9 +35,8 @@ class Request:
         snapshots: Kept states, of a data-parallel rank, beside those of running requests.
         draft: Name of the draft model; empty: none.
         graph_budget_bytes: Bytes that graphs of a rank may take; -1: what is free.
-        latent: Latent projections: `replicated`, `sharded`, or `auto`: by cost.
-        shared: Shared experts: `replicated`, `sharded`, or `auto`.
-        vocabulary: Embedding and head: `replicated`, `sharded`, or `auto`.
+        latent, shared, vocabulary: Of latent projections, shared experts, embedding and head:
+            `replicated`, `sharded`, or `auto`: by cost.
     """
 
     model: str
@@ -69,9 +68,7 @@ class Deployment:
         ep: Ranks that share the routed experts.
         dp: Groups of ranks that hold requests of their own.
         pp: Pipeline stages.
-        latent: `replicated` or `sharded`.
-        shared: `replicated` or `sharded`.
-        vocabulary: `replicated` or `sharded`.
+        latent, shared, vocabulary: `replicated` or `sharded`.
         ranks: Ranks of one replica of the deployment.
         replicas: Independent replicas of the deployment in the machine.
         spare_ranks: Ranks of the machine that no replica uses.
@@ -109,8 +106,8 @@ class MemoryLine:
     """Bytes of one use of a rank's memory; the lines of a rank and its free bytes sum to it.
 
     Attributes:
-        name: weights, activations, io, mla_pages, kda_slots, snapshots, draft_weights, draft_kv,
-            communication, graphs, driver.
+        name: weights, activations, io, communication, mla_pages, kda_slots, snapshots,
+            draft_weights, draft_kv, draft_records, graphs, driver.
         nbytes: Bytes.
         exact: They are what the runtime allocates; else an estimate, whose source `note` names.
         note: What they are made of, or where the figure is from.
@@ -387,16 +384,12 @@ class Answer:
 
 
 def answer_json(answer: Answer) -> str:
-    """Return an answer as JSON text, one deterministic form."""
+    """Return an answer as JSON text in one deterministic form."""
     return to_json(answer)
 
 
 def answer_from_json(text: str, where: str) -> Answer:
-    """Parse what `answer_json` wrote.
-
-    Args:
-        text: The JSON text.
-        where: File name for error messages.
+    """Parse what `answer_json` wrote; `where` names its file for messages.
 
     Raises:
         ArtifactError: The text is not JSON or not an answer of this version.

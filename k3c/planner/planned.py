@@ -1,0 +1,154 @@
+"""The answer to a request that may fit: meshes timed node by node, the best one planned exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from k3c.mesh_limits import problems
+from k3c.planner import search
+from k3c.planner.answer import Answer, Choice, Speed
+from k3c.planner.capacity import StageLedger, open_ledger
+from k3c.planner.describe import gib, ms
+from k3c.planner.exact import make_planner
+from k3c.planner.problem import Problem
+from k3c.planner.search import SHORT_LIST, Quick
+from k3c.planner.timing import Clock, Wants, speed
+from k3c.targets.mesh import Mesh
+
+CHOICES = ("latent", "shared", "vocabulary")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A mesh whose steps were estimated node by node."""
+
+    quick: Quick
+    speed: Speed
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.quick.mesh
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A mesh whose ranks were planned: the books of every stage."""
+
+    timed: Timed
+    ledgers: tuple[StageLedger, ...]
+
+    @property
+    def fullest(self) -> StageLedger:
+        """The stage with the fewest free bytes."""
+        return min(self.ledgers, key=lambda ledger: ledger.memory().free_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits."""
+        return self.fullest.memory().free_bytes >= 0
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What planning one problem needs at hand."""
+
+    problem: Problem
+    clock: Clock
+
+    @property
+    def wants(self) -> Wants:
+        """What times are given for."""
+        request = self.problem.request
+        return Wants(
+            request.input_len, request.output_len, request.max_num_seqs,
+            request.max_num_batched_tokens,
+        )  # fmt: skip
+
+    def time(self, found: Quick) -> Timed:
+        """Estimate the steps of a mesh."""
+        return Timed(found, speed(self.clock, found.mesh, self.wants))
+
+    def time_mesh(self, mesh: Mesh) -> Timed:
+        """Estimate the steps of a mesh that closed forms have not seen."""
+        return self.time(search.evaluate(self.problem, mesh))
+
+    def plan(self, timed: Timed, largest_only: bool = False) -> Planned:
+        """Plan every stage of a mesh: all buckets, or the largest of each phase alone."""
+        problem, planner = self.problem, self.clock.planner
+        parts = search.parts(problem.config, timed.mesh, problem.options.spare_slots)
+        books = (open_ledger(planner, p, problem.asked, largest_only) for p in parts)
+        return Planned(timed, tuple(books))
+
+    def score(self, timed: Timed) -> tuple[float, ...]:
+        """Return what the goal makes smallest."""
+        key, found = search.order(timed.mesh), timed.speed
+        if self.problem.request.goal == "fit":
+            return (timed.mesh.ranks, found.tpot_us.value, *key)
+        if self.problem.request.goal == "throughput":
+            return (-found.gpu_milli.value, *key)
+        return (found.tpot_us.value, *key)
+
+
+def plan_exactly(problem: Problem, ranked: Sequence[Quick]) -> Answer:
+    """Return the answer with plans, times and changes.
+
+    Args:
+        problem: What is asked.
+        ranked: Meshes that may fit, best first by closed forms.
+
+    Raises:
+        ExportError: The model uses something that the IR cannot express.
+        PlanError: A plan breaks a rule of the checker.
+    """
+    from k3c.planner.assembling import assemble
+
+    planner = make_planner(problem.config, problem.machine.target, problem.request.compute)
+    desk = Desk(problem, Clock(planner, problem.machine))
+    timed = sorted((desk.time(q) for q in ranked[:SHORT_LIST]), key=desk.score)
+    tried: list[Planned] = []
+    for candidate in timed:
+        best, choices = choose(desk, candidate)
+        tried.append(desk.plan(best))
+        if tried[-1].fits:
+            return assemble(desk, tried[-1], choices, (timed, ranked))
+    # Closed forms let something through that the plan does not: a few megabytes are missing.
+    nearest = max(tried, key=lambda p: p.fullest.memory().free_bytes)
+    return assemble(desk, nearest, (), (timed, ranked))
+
+
+def choose(desk: Desk, timed: Timed) -> tuple[Timed, tuple[Choice, ...]]:
+    """Decide what is shared and what replicated, each by the cost of the other way."""
+    best, choices = timed, list[Choice]()
+    for name in CHOICES:
+        if timed.mesh.tp == 1:
+            continue
+        said = getattr(desk.problem.options, name)
+        if said != "auto":
+            choices.append(Choice(name, said, "asked for"))
+            continue
+        best, choice = _toggle(desk, best, name)
+        choices.append(choice)
+    return best, tuple(choices)
+
+
+def _toggle(desk: Desk, timed: Timed, name: str) -> tuple[Timed, Choice]:
+    """Compare a mesh with its other way of one choice."""
+    here = getattr(timed.mesh, name)
+    there = "sharded" if here == "replicated" else "replicated"
+    mesh = replace(timed.mesh, **{name: there})
+    broken = problems(desk.problem.config, mesh)
+    if broken:
+        return timed, Choice(name, here, f"{there} is not possible: {broken[0]}")
+    other = desk.time_mesh(mesh)
+    if other.quick.free_bytes < 0:
+        return timed, Choice(name, here, f"{there} does not fit")
+    saved = timed.speed.tpot_us.value - other.speed.tpot_us.value
+    memory = other.quick.free_bytes - timed.quick.free_bytes
+    better = desk.score(other) < desk.score(timed)
+    taken, value, left = (other, there, here) if better else (timed, here, there)
+    sign = 1 if better else -1
+    pace = f"{ms(abs(saved))} a token {'faster' if sign * saved > 0 else 'slower'}"
+    room = f"{gib(abs(memory))} a rank {'smaller' if sign * memory >= 0 else 'larger'}"
+    return taken, Choice(name, value, f"{pace if saved else 'as fast'} and {room} than {left}")

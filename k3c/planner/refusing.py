@@ -1,0 +1,168 @@
+"""The answer to a request that cannot fit, from closed forms alone: in well under two seconds.
+
+It says what is missing, the largest legal numbers, and the nearest things that would work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from k3c import __version__
+from k3c.planner import quick, search
+from k3c.planner.answer import (
+    FORMAT,
+    Answer,
+    Capacity,
+    Change,
+    Choice,
+    MemoryLine,
+    StageMemory,
+)
+from k3c.planner.describe import deployment, gib, misfits, short_name, warnings
+from k3c.planner.graphs import reserve_bytes
+from k3c.planner.limits import Legal, capacity
+from k3c.planner.lines import draft_lines, kind_lines, state_lines
+from k3c.planner.problem import Problem, decode_size
+from k3c.planner.quick import Load, Part
+from k3c.targets.mesh import Mesh
+
+# What the exact plan has beyond the lower bound and the padding of rows: small io fields and
+# alignment. A number is called legal only with this much to spare.
+UNSEEN_BYTES = 2**20
+
+
+def refuse(problem: Problem, meshes: Sequence[Mesh]) -> Answer:
+    """Return why nothing fits, for the mesh that is nearest to fitting."""
+    seen = [search.evaluate(problem, mesh) for mesh in meshes]
+    best = max(seen, key=lambda q: (q.free_bytes, -q.mesh.ranks, str(q.mesh)))
+    mesh = best.mesh
+    stages = tuple(
+        _memory(problem, part)
+        for part in search.parts(problem.config, mesh, problem.options.spare_slots)
+    )
+    part = _fullest(problem, mesh)
+    limits = capacity(problem, part, legal_of(problem, mesh))
+    answer = Answer(
+        format=FORMAT,
+        k3c_version=__version__,
+        request=problem.request,
+        fits=False,
+        verdict="",
+        source="quick",
+        deployment=deployment(problem, mesh),
+        choices=(Choice("mesh", short_name(mesh), _why(problem, len(meshes))),),
+        stages=stages,
+        kinds=kind_lines(problem.asked, part, None),
+        buckets=(),
+        capacity=limits,
+        speed=(),
+        changes=changes(problem, mesh, limits),
+        candidates=misfits(seen),
+        warnings=warnings(problem, mesh, 1.0),
+    )
+    return replace(answer, verdict=verdict(answer))
+
+
+def verdict(answer: Answer) -> str:
+    """Return the sentence of a plan that does not fit: both numbers, and the largest legal one."""
+    full, asked, limits = answer.fullest, answer.request, answer.capacity
+    least = "at least " if answer.source == "quick" else ""
+    what = (
+        f"does not fit: {asked.max_num_seqs:,} requests of {asked.max_model_len:,} tokens need "
+        f"{least}{gib(full.total_bytes)} of {gib(full.device_bytes)} a rank on "
+        f"{answer.deployment.name} of {asked.target}, {gib(-full.free_bytes)} too much"
+    )
+    if limits.max_num_seqs:
+        return f"{what}; largest legal --max-num-seqs is {limits.max_num_seqs}"
+    if limits.max_model_len:
+        return f"{what}; largest legal --max-model-len is {limits.max_model_len}"
+    return f"{what}; weights and scratch alone do not fit"
+
+
+def _why(problem: Problem, count: int) -> str:
+    if problem.mesh is not None:
+        return "named by --mesh"
+    return f"of {count} legal meshes the nearest to fitting"
+
+
+def _fullest(problem: Problem, mesh: Mesh) -> Part:
+    parts = search.parts(problem.config, mesh, problem.options.spare_slots)
+    return max(parts, key=lambda part: (_total(problem, part), -part.stage))
+
+
+def _load(problem: Problem) -> Load:
+    asked = problem.asked
+    size = decode_size(problem.machine.target, asked.requests)
+    return asked.load(asked.requests, asked.context_tokens, size)
+
+
+def _total(problem: Problem, part: Part) -> int:
+    return search.total_lower_bytes(part, problem.asked, problem.machine, _load(problem))
+
+
+def _memory(problem: Problem, part: Part) -> StageMemory:
+    """Return the lower bounds of a rank's memory."""
+    asked, load, mesh = problem.asked, _load(problem), part.mesh
+    lines = [
+        MemoryLine("weights", sum(quick.weight_bytes(part).values()), False, "without padding"),
+        MemoryLine("activations", quick.scratch_lower_bytes(part, load), False, "at least"),
+        MemoryLine("io", quick.io_lower_bytes(part, load), False, "at least"),
+        *state_lines(part, load),
+        *draft_lines(asked, part, load),
+        MemoryLine("driver", reserve_bytes(problem.machine.target), False, "with graphs"),
+    ]
+    total, device = sum(line.nbytes for line in lines), search.device_bytes(problem.machine)
+    return StageMemory(
+        part.stage, part.layers.start, part.layers.stop, mesh.ranks // mesh.pp, tuple(lines),
+        total, device, device - total,
+    )  # fmt: skip
+
+
+def legal_of(problem: Problem, mesh: Mesh) -> Legal:
+    """Return what says whether so many requests of so many tokens surely fit."""
+
+    def legal(requests: int, tokens: int) -> bool:
+        return search.free_bytes(problem, mesh, requests, tokens) >= unseen_bytes(problem, mesh)
+
+    return legal
+
+
+def unseen_bytes(problem: Problem, mesh: Mesh) -> int:
+    """Return how much more than its lower bound a rank may need."""
+    parts = search.parts(problem.config, mesh, 0)
+    return max(map(quick.row_padding_bytes, parts)) + UNSEEN_BYTES
+
+
+def changes(problem: Problem, mesh: Mesh, limits: Capacity) -> tuple[Change, ...]:
+    """Return the nearest things that would work."""
+    found: list[Change] = []
+    if limits.max_num_seqs:
+        found.append(_smaller(problem, mesh, "--max-num-seqs", limits.max_num_seqs))
+    if limits.max_model_len:
+        found.append(_smaller(problem, mesh, "--max-model-len", limits.max_model_len))
+    sharded = replace(mesh, latent="sharded")
+    free = search.free_bytes(problem, sharded)
+    if mesh.latent != "sharded" and free >= unseen_bytes(problem, sharded):
+        found.append(_change(problem, sharded, "--latent sharded", free))
+    other = search.smallest(problem)
+    if other is not None and other.ranks != mesh.ranks:
+        name, free = short_name(other), search.free_bytes(problem, other)
+        there = problem.machine.ranks
+        where = f"the machine has {there}" if other.ranks > there else f"of {there}"
+        option = f"--mesh {other}" if other.ranks <= there else f"{name} on a larger machine"
+        found.append(_change(problem, other, option, free, f"{other.ranks} ranks, {where}"))
+    return tuple(found[:3])
+
+
+def _smaller(problem: Problem, mesh: Mesh, option: str, value: int) -> Change:
+    seqs = value if option == "--max-num-seqs" else 0
+    tokens = value if option == "--max-model-len" else 0
+    free = search.free_bytes(problem, mesh, seqs, tokens)
+    return _change(problem, mesh, f"{option} {value}", free)
+
+
+def _change(problem: Problem, mesh: Mesh, option: str, free: int, more: str = "") -> Change:
+    effect = f"fits with {gib(free)} free" + (f": {more}" if more else "")
+    seqs = problem.asked.requests * mesh.dp
+    return Change(option, effect, True, free, seqs, 0, 0)

@@ -1,0 +1,169 @@
+"""Times of steps, of a first token and of an output token, from estimates of single steps."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k3c.artifact import Bucket
+from k3c.buckets import bucket_sizes
+from k3c.passes.select_kernels import Selected
+from k3c.planner.answer import Interval, KindTime, Speed
+from k3c.planner.exact import Planner
+from k3c.planner.problem import decode_size
+from k3c.targets.mesh import Mesh
+from k3c.targets.topology import Topology
+
+MILLI = 1000
+
+
+@dataclass(frozen=True)
+class Step:
+    """The predicted time of one step, and of each kind of node in it."""
+
+    us: float
+    low_us: float
+    high_us: float
+    kinds: tuple[KindTime, ...]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Predicts times of one model on one machine."""
+
+    planner: Planner
+    machine: Topology
+
+    def decode(self, mesh: Mesh, requests: int, context_tokens: int) -> Step:
+        """Return a decode step of `requests` requests of a data-parallel rank.
+
+        Pipeline stages work on a share of the requests each, one after another.
+        """
+        share = -(-requests // mesh.pp)
+        size = decode_size(self.planner.target, share)
+        one = self._stages(mesh, _bucket("decode", size, size, context_tokens, self._page))
+        return _times(one, -(-share // size))
+
+    def prompt(self, mesh: Mesh, tokens: int, chunk_tokens: int) -> Step:
+        """Return the steps of one prompt on an idle deployment: chunk after chunk.
+
+        A chunk costs more the more context lies before it, by the same amount each: the mean of the
+        first and the last whole chunk stands for all.
+        """
+        sizes = bucket_sizes(self.planner.target).prefill_rows
+        chunk = max((n for n in sizes if n <= chunk_tokens), default=sizes[0])
+        whole, rest = divmod(tokens, chunk)
+        steps: list[Step] = []
+        if whole:
+            first = self._chunk(mesh, chunk, chunk)
+            last = self._chunk(mesh, chunk, whole * chunk) if whole > 1 else first
+            steps += [_times(first, whole / 2), _times(last, whole / 2)]
+        if rest:
+            steps.append(self._chunk(mesh, next(n for n in sizes if n >= rest), tokens))
+        return _sum(steps)
+
+    def _chunk(self, mesh: Mesh, rows: int, context_tokens: int) -> Step:
+        return self._stages(mesh, _bucket("prefill", rows, 1, context_tokens, self._page))
+
+    @property
+    def _page(self) -> int:
+        return bucket_sizes(self.planner.target).page_tokens
+
+    def _stages(self, mesh: Mesh, bucket: Bucket) -> Step:
+        steps = [
+            estimate(self.planner.select(mesh, stage, bucket), mesh, self.machine)
+            for stage in range(mesh.pp)
+        ]
+        return _sum(steps)
+
+
+def estimate(selected: Selected, mesh: Mesh, machine: Topology) -> Step:
+    """Return the roofline of a step: for each node the slower of its bytes and its operations."""
+    target, floors = machine.target, defaultdict[str, float](float)
+    calls = Counter(call.graph for call in selected.module.schedule)
+    for graph in selected.module.graphs:
+        for node in graph.nodes:
+            if (graph.name, node.results[0].name) not in selected.choices:
+                continue
+            cost = selected.template(graph, node).cost(node, target)
+            moving_us = (cost.read_bytes + cost.write_bytes) / (target.bandwidth_gbs * 1e3)
+            computing_us = cost.flops / (target.peak_gflops * 1e3)
+            floors[node.op] += calls[graph.name] * max(moving_us, computing_us)
+    longest = sorted(floors.items(), key=lambda item: (-item[1], item[0]))
+    kinds = tuple(KindTime(kind, round(us), round(us)) for kind, us in longest)
+    total = sum(floors.values())
+    return Step(total, total, total, kinds)
+
+
+def speed(clock: Clock, mesh: Mesh, wants: Wants) -> Speed:
+    """Return times and rates of a deployment."""
+    middle = wants.input_len + wants.output_len // 2
+    prompt = clock.prompt(mesh, wants.input_len, wants.chunk_tokens)
+    decode = clock.decode(mesh, wants.requests, middle)
+    alone = clock.decode(mesh, 1, middle)
+    replicas = max(1, clock.machine.ranks // mesh.ranks)
+    tokens = wants.requests * mesh.dp * replicas
+    ranks = max(clock.machine.ranks, mesh.ranks)
+    return Speed(
+        concurrency=wants.requests,
+        context_tokens=middle,
+        ttft_us=_interval(prompt),
+        tpot_us=_interval(decode),
+        user_milli=_rate(decode, 1),
+        gpu_milli=_rate(decode, tokens / ranks),
+        single_tpot_us=_interval(alone),
+        decode_kinds=decode.kinds,
+        prefill_kinds=prompt.kinds,
+        source=SOURCE,
+    )
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What times are given for: a prompt, an answer, requests of a data-parallel rank together."""
+
+    input_len: int
+    output_len: int
+    requests: int
+    chunk_tokens: int
+
+
+SOURCE = "roofline: bytes and operations of every node at the device's best, no messages"
+
+
+def _bucket(phase: str, rows: int, requests: int, context_tokens: int, page_tokens: int) -> Bucket:
+    pages = -(-context_tokens // page_tokens)
+    dims = {"T": rows, "B": requests, "S": requests + 1, "P": requests * pages + 1, "M": pages}
+    assert phase in ("decode", "prefill"), phase
+    return Bucket(f"{phase}.{rows}", phase, dims)
+
+
+def _times(step: Step, count: float) -> Step:
+    kinds = tuple(
+        KindTime(k.kind, round(k.us * count), round(k.floor_us * count)) for k in step.kinds
+    )
+    return Step(step.us * count, step.low_us * count, step.high_us * count, kinds)
+
+
+def _sum(steps: Sequence[Step]) -> Step:
+    times, floors = Counter[str](), Counter[str]()
+    for step in steps:
+        for kind in step.kinds:
+            times[kind.kind] += kind.us
+            floors[kind.kind] += kind.floor_us
+    ordered = sorted(times.items(), key=lambda item: (-item[1], item[0]))
+    kinds = tuple(KindTime(name, us, floors[name]) for name, us in ordered)
+    return Step(
+        sum(s.us for s in steps), sum(s.low_us for s in steps), sum(s.high_us for s in steps), kinds
+    )
+
+
+def _interval(step: Step) -> Interval:
+    return Interval(round(step.us), round(step.low_us), round(step.high_us))
+
+
+def _rate(step: Step, tokens: float) -> Interval:
+    """Return `tokens` a step in thousandths of tokens a second; a longer step is the lower end."""
+    values = [round(tokens * 1e6 * MILLI / us) for us in (step.us, step.high_us, step.low_us)]
+    return Interval(*values)
