@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k3c.artifact import Bucket
 from k3c.buckets import bucket_sizes
 from k3c.passes.select_kernels import Selected
 from k3c.planner.answer import Interval, KindTime, Speed
+from k3c.planner.estimate import estimate_step
 from k3c.planner.exact import Planner
 from k3c.planner.problem import decode_size
 from k3c.targets.mesh import Mesh
@@ -26,6 +27,7 @@ class Step:
     low_us: float
     high_us: float
     kinds: tuple[KindTime, ...]
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -71,29 +73,20 @@ class Clock:
         return bucket_sizes(self.planner.target).page_tokens
 
     def _stages(self, mesh: Mesh, bucket: Bucket) -> Step:
+        tokens = bucket.dims["M"] * self._page
         steps = [
-            estimate(self.planner.select(mesh, stage, bucket), mesh, self.machine)
+            estimate(self.planner.select(mesh, stage, bucket), mesh, self.machine, tokens)
             for stage in range(mesh.pp)
         ]
         return _sum(steps)
 
 
-def estimate(selected: Selected, mesh: Mesh, machine: Topology) -> Step:
-    """Return the roofline of a step: for each node the slower of its bytes and its operations."""
-    target, floors = machine.target, defaultdict[str, float](float)
-    calls = Counter(call.graph for call in selected.module.schedule)
-    for graph in selected.module.graphs:
-        for node in graph.nodes:
-            if (graph.name, node.results[0].name) not in selected.choices:
-                continue
-            cost = selected.template(graph, node).cost(node, target)
-            moving_us = (cost.read_bytes + cost.write_bytes) / (target.bandwidth_gbs * 1e3)
-            computing_us = cost.flops / (target.peak_gflops * 1e3)
-            floors[node.op] += calls[graph.name] * max(moving_us, computing_us)
-    longest = sorted(floors.items(), key=lambda item: (-item[1], item[0]))
-    kinds = tuple(KindTime(kind, round(us), round(us)) for kind, us in longest)
-    total = sum(floors.values())
-    return Step(total, total, total, kinds)
+def estimate(selected: Selected, mesh: Mesh, machine: Topology, context_tokens: int) -> Step:
+    """Return the predicted time of one step of one stage."""
+    found = estimate_step(selected, mesh, machine, context_tokens=context_tokens)
+    kinds = tuple(KindTime(k.kind, round(k.us), round(k.floor_us)) for k in found.kinds)
+    sources = tuple(dict.fromkeys(k.source for k in found.kinds))
+    return Step(found.us, found.low_us, found.high_us, kinds, sources)
 
 
 def speed(clock: Clock, mesh: Mesh, wants: Wants) -> Speed:
@@ -115,7 +108,7 @@ def speed(clock: Clock, mesh: Mesh, wants: Wants) -> Speed:
         single_tpot_us=_interval(alone),
         decode_kinds=decode.kinds,
         prefill_kinds=prompt.kinds,
-        source=SOURCE,
+        source="; ".join(decode.sources),
     )
 
 
@@ -129,9 +122,6 @@ class Wants:
     chunk_tokens: int
 
 
-SOURCE = "roofline: bytes and operations of every node at the device's best, no messages"
-
-
 def _bucket(phase: str, rows: int, requests: int, context_tokens: int, page_tokens: int) -> Bucket:
     pages = -(-context_tokens // page_tokens)
     dims = {"T": rows, "B": requests, "S": requests + 1, "P": requests * pages + 1, "M": pages}
@@ -143,7 +133,10 @@ def _times(step: Step, count: float) -> Step:
     kinds = tuple(
         KindTime(k.kind, round(k.us * count), round(k.floor_us * count)) for k in step.kinds
     )
-    return Step(step.us * count, step.low_us * count, step.high_us * count, kinds)
+    return replace(
+        step, us=step.us * count, low_us=step.low_us * count, high_us=step.high_us * count,
+        kinds=kinds,
+    )  # fmt: skip
 
 
 def _sum(steps: Sequence[Step]) -> Step:
@@ -154,9 +147,9 @@ def _sum(steps: Sequence[Step]) -> Step:
             floors[kind.kind] += kind.floor_us
     ordered = sorted(times.items(), key=lambda item: (-item[1], item[0]))
     kinds = tuple(KindTime(name, us, floors[name]) for name, us in ordered)
-    return Step(
-        sum(s.us for s in steps), sum(s.low_us for s in steps), sum(s.high_us for s in steps), kinds
-    )
+    low, high = sum(s.low_us for s in steps), sum(s.high_us for s in steps)
+    sources = tuple(dict.fromkeys(source for s in steps for source in s.sources))
+    return Step(sum(s.us for s in steps), low, high, kinds, sources)
 
 
 def _interval(step: Step) -> Interval:
