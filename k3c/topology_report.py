@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
+from k3c.errors import ConfigError
+from k3c.targets.collectives import CollectiveKind, choose
 from k3c.targets.topology import Fabric, Topology, known_topologies, load_topology
 from k3c.targets.topology_warnings import rank_ranges
+
+KINDS: tuple[CollectiveKind, ...] = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "dispatch",
+    "combine",
+)
+# From a row of a decode step to a chunk of prefill.
+SIZES_BYTES = (2**14, 2**17, 2**20, 2**23, 2**27)
 
 
 def list_topologies(as_json: bool) -> None:
@@ -106,3 +119,38 @@ def _groups(fabric: Fabric) -> str:
         sizes = sorted({len(group) for group in fabric.groups})
         return f"{len(fabric.groups)} of {' or '.join(map(str, sizes))} ranks"
     return "; ".join(rank_ranges(group) for group in fabric.groups)
+
+
+def show_collectives(name: str, ranks: int, as_json: bool) -> None:
+    """Print what is chosen for each kind and size of collective.
+
+    Args:
+        name: A name of `known_topologies`, or the path of a file.
+        ranks: How many ranks take part, from rank 0; 0: all.
+        as_json: Print JSON instead of a table.
+
+    Raises:
+        ConfigError: The topology has fewer ranks.
+    """
+    topology = load_topology(name)
+    if ranks > topology.ranks:
+        what = f"{ranks} ranks, of {topology.ranks} that {topology.name} has"
+        raise ConfigError(what, "--ranks", f"1 to {topology.ranks}, or 0 for all")
+    members = range(ranks or topology.ranks)
+    rows = [
+        {"kind": kind, "bytes": nbytes, **asdict(choose(kind, nbytes, members, topology))}
+        for kind in KINDS
+        for nbytes in SIZES_BYTES
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(f"{topology.name}: {len(members)} ranks; microseconds, and their error bar")
+    print(f"{'collective':<15}{'KiB':>8}  {'implementation':<30}{'us':>9}{'low':>9}{'high':>9}")
+    for row in rows:
+        print(
+            f"{row['kind']:<15}{row['bytes'] // 1024:>8}  {row['implementation']:<30}"
+            f"{row['us']:>9.1f}{row['low_us']:>9.1f}{row['high_us']:>9.1f}"
+        )
+    for line in sorted({row["source"] for row in rows}):
+        print(f"source: {line}")

@@ -65,3 +65,15 @@ def detect(
         typer.echo(text, nl=False)
     else:
         write_text(output, text)
+
+
+@topology.command()
+def collectives(
+    name: NameArg,
+    ranks: Annotated[int, typer.Option(min=0, help="the first N of its ranks; 0: all")] = 0,
+    as_json: JsonOpt = False,
+) -> None:
+    """Print how each collective would be done there, by size, and how long it takes."""
+    from k3c.topology_report import show_collectives
+
+    show_collectives(name, ranks, as_json)

@@ -41,7 +41,8 @@ class Row:
         hosts: Hosts that a network connects; 1 inside an NVLink or xGMI domain.
         nbytes: Bytes of the whole tensor; of what a rank sends, for dispatch and combine.
         us: Time, microseconds.
-        role: `fit`: the model is fitted to it; `check`: the model only predicts it.
+        role: `fit`: the model is fitted to it; `check`: the model only predicts it; `kept`: data
+            without a model.
         source: Who measured it, with what.
         gbs: What the link of a rank carries, GB/s.
         hop_us: Time of one hop of that link, microseconds.
@@ -54,7 +55,7 @@ class Row:
     hosts: int
     nbytes: int
     us: float
-    role: Literal["fit", "check"]
+    role: Literal["fit", "check", "kept"]
     source: str
     gbs: float
     hop_us: float

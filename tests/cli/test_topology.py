@@ -58,6 +58,21 @@ def test_show_of_a_degraded_rack_warns_and_offers_a_smaller_domain(run, own):
     assert (report["ranks"], len(report["warnings"])) == (72, 2)
 
 
+def test_collectives_prints_what_is_chosen_with_its_error_bar(run, refuse):
+    code, out, _ = run("topology", "collectives", "hgx-h200")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    small = next(row for row in rows if row[:2] == ["all_reduce", "16"])
+    large = next(row for row in rows if row[:2] == ["all_reduce", "131072"])
+    assert (small[2], large[2]) == ("one_shot", "nvls")
+    assert float(small[4]) <= float(small[3]) <= float(small[5])
+    four = json.loads(run("topology", "collectives", "hgx-h200", "--ranks", "4", "--json")[1])
+    assert four[0]["us"] < float(small[3])
+    assert four[0]["source"].startswith("one_shot: fitted to")
+    line = refuse(2, "ConfigError", "topology", "collectives", "hgx-h200", "--ranks", "9")
+    assert "9 ranks, of 8 that hgx-h200 has" in line
+
+
 def test_the_schema_is_valid_and_accepts_every_shipped_file(run):
     import tomllib
 
