@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, by key.
+"""Compiled kernels, and exported models as text, on disk by key.
 
 An entry is one file, the sha256 of the object and then the object, written beside its place and
 renamed: a killed build leaves no half entry, and a damaged entry is seen and built again.
@@ -23,19 +23,30 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "k3c"
 
 
-def load(key: str) -> bytes | None:
-    """Return the object stored under `key`, or None when it is missing or damaged."""
+def load(key: str, kind: str = "kernel") -> bytes | None:
+    """Return the object stored under `key`, or None when it is missing or damaged.
+
+    Args:
+        key: sha256 in hex.
+        kind: What it is, the suffix of its file.
+    """
     try:
-        data = _entry(key).read_bytes()
+        data = _entry(key, kind).read_bytes()
     except OSError:
         return None
     digest, body = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     return body if hashlib.sha256(body).digest() == digest else None
 
 
-def store(key: str, body: bytes) -> None:
-    """Store an object under `key`; a full or read-only disk only means that nothing is kept."""
-    path = _entry(key)
+def store(key: str, body: bytes, kind: str = "kernel") -> None:
+    """Store an object under `key`; a full or read-only disk only means that nothing is kept.
+
+    Args:
+        key: sha256 in hex.
+        body: The object.
+        kind: What it is, the suffix of its file.
+    """
+    path = _entry(key, kind)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
@@ -49,5 +60,5 @@ def store(key: str, body: bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _entry(key: str) -> Path:
-    return cache_dir() / key[:2] / f"{key}.kernel"
+def _entry(key: str, kind: str) -> Path:
+    return cache_dir() / key[:2] / f"{key}.{kind}"

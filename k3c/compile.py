@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from k3c import __version__
 from k3c.artifact import (
@@ -32,14 +33,12 @@ from k3c.codegen.kernel_key import KernelRequest, kernel_symbol
 from k3c.codegen.template import packed_nbytes
 from k3c.console import Console
 from k3c.errors import ConfigError, PlanError
-from k3c.export.exporter import Compute, export_model
+from k3c.export_cache import Compute, exported
 from k3c.ir.graph import Module
 from k3c.ir.text import show
 from k3c.kernels import add_kernels, catalogue_of, tool_versions
 from k3c.mesh_limits import check_mesh, smallest_mesh
-from k3c.model.checkpoint import Checkpoint
-from k3c.model.config import TextConfig, load_config, stop_token_ids
-from k3c.model.state import PAGE_TOKENS
+from k3c.model.config import PAGE_TOKENS, TextConfig, load_config, stop_token_ids
 from k3c.passes.build_plan import run as build_plan
 from k3c.passes.context import PassContext
 from k3c.passes.pipeline import PipelineResult, run_pipeline
@@ -50,7 +49,9 @@ from k3c.passes.weight_table import weight_table
 from k3c.targets.catalogue import Stage, Template
 from k3c.targets.mesh import Mesh, parse_mesh
 from k3c.targets.target import Target, load_target
-from k3c.weights import WeightPacker
+
+if TYPE_CHECKING:
+    from k3c.model.checkpoint import Checkpoint
 
 COMPUTE_TYPES: Mapping[str, Compute] = {"bfloat16": "bf16", "float32": "f32"}
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
@@ -94,7 +95,7 @@ def export_text(model: Path, compute: str) -> str:
     """
     config = load_config(model)
     has_weights = model.is_dir() and any(model.glob("*.safetensors*"))
-    checkpoint = Checkpoint(model, config) if has_weights else None
+    checkpoint = _open_checkpoint(model, config) if has_weights else None
     return show(_export(config, compute, checkpoint))
 
 
@@ -118,7 +119,7 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
     mesh = _mesh(config, options, target)
     cache = _cache_info(config, options, bucket_sizes(target).page_tokens)
     writer = ArtifactWriter(output)
-    source = _Source(model, config, None if model.is_file() else Checkpoint(model, config))
+    source = _Source(model, config, None if model.is_file() else _open_checkpoint(model, config))
     with console.phase("export"):
         module = _export(config, options.compute, source.checkpoint, cache.page_tokens)
     ctx = PassContext(target, catalogue_of(target), mesh=mesh)
@@ -194,8 +195,14 @@ def _mesh(config: TextConfig, options: CompileOptions, target: Target) -> Mesh |
 def _export(
     config: TextConfig, compute: str, checkpoint: Checkpoint | None, page_tokens: int = PAGE_TOKENS
 ) -> Module:
-    stored = checkpoint.dtype if checkpoint is not None else None
-    return export_model(config, COMPUTE_TYPES[compute], stored, page_tokens)
+    return exported(config, COMPUTE_TYPES[compute], page_tokens, checkpoint)
+
+
+def _open_checkpoint(model: Path, config: TextConfig) -> Checkpoint:
+    # Reading weights needs torch, which takes seconds to import; a bare config.json does without.
+    from k3c.model.checkpoint import Checkpoint
+
+    return Checkpoint(model, config)
 
 
 def _cache_info(config: TextConfig, options: CompileOptions, page_tokens: int) -> CacheInfo:
@@ -306,6 +313,8 @@ def _add_weights(
     writer: ArtifactWriter, checkpoint: Checkpoint, planned: _Planned, console: Console
 ) -> None:
     """Pack every weight once into the layout that its kernels read."""
+    from k3c.weights import WeightPacker
+
     total_bytes = planned.plans[0].space_bytes["weights"]
     counter = console.count("weights", total_bytes)
     out = writer.start_weights(total_bytes)

@@ -19,11 +19,10 @@ from k3c.export.importer import ImportSpec, Port, import_program
 from k3c.ir.graph import Call, Graph, Module, Role
 from k3c.ir.types import BF16, F32, I32, I64, DType, SymDim, TensorType
 from k3c.model.block import make_block
-from k3c.model.config import TextConfig
+from k3c.model.config import PAGE_TOKENS, TextConfig
 from k3c.model.ends import Head, Prologue, ScoreHead
 from k3c.model.layers import retype_weights
 from k3c.model.options import ModelOptions
-from k3c.model.state import PAGE_TOKENS
 from k3c.model.tensor_names import LM_HEAD, MODEL
 
 Compute = Literal["bf16", "f32"]

@@ -123,6 +123,11 @@ class Checkpoint:
         assert found, f"no tensor is called {name!r}"
         return _DTYPES[found.pop()] if len(found) == 1 else F32
 
+    def stored_types(self) -> dict[str, str]:
+        """Return the stored type of every tensor but the experts' halves, which have one only."""
+        kinds = {n: s.dtype for n, s in self._stored.items() if not n.endswith(_PAIR)}
+        return dict(sorted(kinds.items()))
+
     def _get(self, name: str) -> Stored:
         assert name in self._stored, f"no tensor is called {name!r}"
         return self._stored[name]

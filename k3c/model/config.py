@@ -17,6 +17,7 @@ from k3c.errors import ConfigError
 from k3c.ir.types import MX_BLOCK
 from k3c.model.json_keys import Keys, read_json
 
+PAGE_TOKENS = 16  # positions of a page of the MLA cache, where nobody says otherwise
 # Keys of transformers' PretrainedConfig and GenerationConfig: no meaning for the network.
 _GENERIC = """
 _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from k3c.model.config import TextConfig
+from k3c.model.config import PAGE_TOKENS, TextConfig
 from k3c.model.options import ModelOptions
-
-PAGE_TOKENS = 16  # positions of a page, here and in every artifact
 
 
 @dataclass(frozen=True)

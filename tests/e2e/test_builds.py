@@ -29,7 +29,7 @@ def contents(folder):
 
 
 def stamps(folder):
-    return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+    return {p: p.stat().st_mtime_ns for p in folder.rglob("*.kernel")}
 
 
 def kill_in_mid_compile(model, output, cache):
