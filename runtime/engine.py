@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from k3c.errors import ConfigError, K3CError
-from k3c.runtime.cache.state import State, slot_ranges
+from k3c.runtime.cache.prefix import PrefixCache, PrefixOptions
+from k3c.runtime.cache.state import State, Usage
 from k3c.runtime.events import Event, FinishReason, Result
+from k3c.runtime.host_sampler import choose, logprob
 from k3c.runtime.loader import Loaded, LoadOptions, load_artifact
 from k3c.runtime.request import (
     Request,
@@ -35,21 +37,29 @@ MAX_TOKENS = 128  # generated per request unless the caller says
 class Engine:
     """Generates tokens from a loaded artifact. One thread drives it: `add`, then `step`."""
 
-    def __init__(self, loaded: Loaded, max_chunk_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        max_chunk_tokens: int | None = None,
+        prefix: PrefixOptions | None = None,
+    ) -> None:
         """Start with no requests.
 
         Args:
             loaded: The artifact, from `load_artifact`.
             max_chunk_tokens: Longest prompt chunk of a request in a step; None: the bucket's rows.
+            prefix: What is kept of requests for later ones.
         """
         self.manifest, self.directory = loaded.manifest, loaded.directory
         self._loaded, self._max_chunk_tokens = loaded, max_chunk_tokens
-        plan = next(iter(loaded.buckets.values())).plan
-        cache, memory = loaded.manifest.cache, loaded.memory["state_slots"]
-        self._state = State(cache, slot_ranges(plan, cache.slots), memory)
+        plan, cache = next(iter(loaded.buckets.values())).plan, loaded.manifest.cache
+        self.prefix_options = prefix or PrefixOptions()
+        unit = self.prefix_options.unit(cache.page_tokens)
+        self._state = State(cache, plan, loaded.memory, unit)
+        self._prefix = PrefixCache(self._state, self.prefix_options)
         # Not the manifest's: the device may have refused one.
         self._buckets = tuple(bucket.plan.bucket for bucket in loaded.buckets.values())
-        self._scheduler = Scheduler(self._buckets, self._state, max_chunk_tokens)
+        self._scheduler = Scheduler(self._buckets, self._state, self._prefix, max_chunk_tokens)
         self._runner = Runner(loaded, self._state)
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -61,6 +71,7 @@ class Engine:
         directory: str | Path,
         options: LoadOptions | None = None,
         max_chunk_tokens: int | None = None,
+        prefix: PrefixOptions | None = None,
     ) -> Engine:
         """Load an artifact and return an engine on it.
 
@@ -68,12 +79,14 @@ class Engine:
             directory: The artifact that `k3c compile` wrote.
             options: How to verify and run it.
             max_chunk_tokens: Longest prompt chunk of a request in a step; None: the bucket's rows.
+            prefix: What is kept of requests for later ones.
 
         Raises:
             ArtifactError: The artifact is damaged, foreign, newer or for another machine.
             DeviceFault: This machine cannot load it.
         """
-        return cls(load_artifact(Path(directory), options or LoadOptions()), max_chunk_tokens)
+        loaded = load_artifact(Path(directory), options or LoadOptions())
+        return cls(loaded, max_chunk_tokens, prefix)
 
     def close(self) -> None:
         """Give the device's memory back; the engine is of no use after that.
@@ -96,6 +109,31 @@ class Engine:
 
             self._tokenizer = Tokenizer.open(self._loaded.tokenizer_folder)
         return self._tokenizer
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What has been counted since the start, by name, for metrics."""
+        return {
+            "prefix_queried_tokens": self._prefix.queried_tokens,
+            "prefix_hit_tokens": self._prefix.hit_tokens,
+            "snapshots_kept": self._prefix.snapshots_kept,
+            "snapshots_missed": self._prefix.snapshots_missed,
+            "preemptions": self._scheduler.preemptions,
+        }
+
+    @property
+    def usage(self) -> Usage:
+        """How full pages and slots are."""
+        return self._state.usage
+
+    @property
+    def queues(self) -> dict[str, int]:
+        """Requests that are waiting, prefilling and running."""
+        return self._scheduler.counts()
+
+    def forget_prefixes(self) -> None:
+        """Drop what is kept of finished requests."""
+        self._state.forget()
 
     @property
     def timings(self) -> dict[str, Any]:
@@ -132,6 +170,14 @@ class Engine:
             raise ConfigError(f"unknown sampling option {unknown[0]}", "add")
         stops = self.manifest.model.stop_ids if stop_ids is None else stop_ids
         options = RequestOptions(max_tokens, Sampling(**sampling), top_logprobs, frozenset(stops))
+        return self.submit(prompt_token_ids, options)
+
+    def submit(self, prompt_token_ids: Iterable[int], options: RequestOptions) -> int:
+        """Queue a request with everything that can be asked of it; see `add`.
+
+        Raises:
+            ConfigError: The request cannot be served; nothing is queued then.
+        """
         request = check_request(self._next_id, prompt_token_ids, options, self.manifest)
         self._next_id += 1
         self._requests[request.id] = request
@@ -163,11 +209,10 @@ class Engine:
         # A request that ended since the step was started has no use for its token.
         live = [(i, r) for i, (r, _) in enumerate(step.chunks) if r.id in self._requests]
         self._scheduler.advance(step)
-        decodes = step.bucket.phase == "decode"
         return [
             self._finish_row(request, row, fields)
             for row, request in live
-            if decodes or request.prompt_left == 0
+            if request.pending_tokens == 0
         ]
 
     def generate(
@@ -245,18 +290,27 @@ class Engine:
 
     def _finish_row(self, request: Request, row: int, fields: Mapping[str, npt.NDArray]) -> Event:
         """Take a request's new token; end the request when it is the last one."""
-        token, likeliest = int(fields["tokens"][row]), ()
+        token, options = int(fields["tokens"][row]), request.options
+        chance, likeliest = None, ()
+        first = None if request.output else request.cached_tokens
+        if options.chosen_on_host:
+            token = choose(fields["logits"][row], request)
         if 0 <= token < self.manifest.model.vocab_size:
+            if options.logprobs:
+                chance = logprob(fields["logits"][row], token)
+            if options.top_logprobs:
+                likeliest = top_logprobs(fields["logits"][row], options.top_logprobs)
             request.output.append(token)
             reason = _finish_reason(request, token)
-            if request.options.top_logprobs:
-                likeliest = top_logprobs(fields["logits"][row], request.options.top_logprobs)
+            if options.constraint is not None and token not in options.stop_ids:
+                accepted = options.constraint.accept(token)
+                assert accepted, f"token {token} is in the mask and is not accepted"
         else:
             # The kernel's -1: NaN in one row is that request's end, not its neighbours'.
             token, reason = None, "error"
         if reason is not None:
             self.cancel(request.id)
-        return Event(request.id, token, reason, likeliest)
+        return Event(request.id, token, reason, likeliest, chance, first)
 
 
 def _finish_reason(request: Request, token: int) -> FinishReason | None:

@@ -19,12 +19,16 @@ class Event:
         finish_reason: Set on the last event of a request: "stop" (the token is a stop token),
             "length" (the request has its `max_tokens`), "error".
         top_logprobs: As many of the likeliest tokens as the request asked for.
+        logprob: The token's natural log probability, where the request asked for it.
+        cached_tokens: Prompt tokens that did not go through the model; on the first event.
     """
 
     request_id: int
     token_id: int | None
     finish_reason: FinishReason | None = None
     top_logprobs: TopLogprobs = ()
+    logprob: float | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True)

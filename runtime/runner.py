@@ -43,7 +43,9 @@ class Runner:
         """
         self._loaded, self._state = loaded, state
         self._under_way: deque[_Started] = deque()
-        self._last: Step | None = None  # the last step that was started: what the device holds
+        # What the device holds: the last step that was started, and the page tables of then.
+        self._last: Step | None = None
+        self._last_changes = 0
         self._finished_s = 0.0
         self._fault: DeviceFault | None = None
         self.times = {name: {"steps": 0, "tokens": 0, "seconds": 0.0} for name in loaded.buckets}
@@ -96,7 +98,7 @@ class Runner:
         except DeviceFault as fault:
             self._fault = fault
             raise
-        self._last = step
+        self._last, self._last_changes = step, self._state.changes
         return started
 
     def _finish(self, started: _Started) -> Fields:
@@ -117,5 +119,7 @@ class Runner:
         """Whether the device holds the input of a step: the last one had the same rows."""
         last = self._last
         if last is None or not self._loaded.runs_ahead or last.bucket.name != step.bucket.name:
+            return False
+        if self._last_changes != self._state.changes:
             return False
         return self._loaded.buckets[step.bucket.name].io.advances and last.chunks == step.chunks

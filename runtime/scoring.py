@@ -71,6 +71,6 @@ class Scorer:
             self._logprobs[request.id][first : first + tokens] = logprobs[row : row + tokens]
             request.context_tokens += tokens
             row += tokens
-            if request.prompt_left == 0:
+            if request.pending_tokens == 0:
                 self._active.remove(request)
                 self._state.free(request.id)

@@ -66,11 +66,10 @@ class StepIo:
     def _fill_ids(self, row: int, request: Request, tokens: int) -> None:
         """Write a chunk's token ids, and in a score step the tokens that follow them."""
         ids, first = self.fields["ids"], request.context_tokens
-        if first >= len(request.prompt):
-            assert tokens == 1, f"{tokens} tokens decoded at once, expected 1"
+        if tokens == 1 and request.pending_tokens == 1 and request.output:
             ids[row] = request.output[-1]
             return
-        ids[row : row + tokens] = request.prompt[first : first + tokens]
+        ids[row : row + tokens] = request.tokens(first, first + tokens)
         if self.scores:
             following = request.prompt[first + 1 : first + tokens + 1]
             targets = self.fields["targets"]

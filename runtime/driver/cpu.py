@@ -47,6 +47,10 @@ class CpuMemory:
         """Overwrite some bytes."""
         self.array[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copy bytes from one place to another."""
+        self.array[to : to + nbytes] = self.array[source : source + nbytes]
+
 
 def _view(mapped: mmap.mmap, start: int, nbytes: int) -> CpuMemory:
     array = np.frombuffer(mapped, np.uint8, nbytes, start)

@@ -71,6 +71,10 @@ class Memory(Protocol):
         """Overwrite some bytes, after everything that was launched before."""
         ...
 
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copy bytes from one place to another, in order with everything that is launched."""
+        ...
+
 
 class Executor(Protocol):
     """Runs the steps of one bucket on the memory it was bound to.

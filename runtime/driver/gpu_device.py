@@ -85,6 +85,11 @@ class Gpu:
         self.api.call("copy_in", address, data, len(data), self.stream, where="write")
         self.wait("write")
 
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copy on the device, in order with everything on the stream; does not wait."""
+        self.enter()
+        self.api.call("copy", to, source, nbytes, self.stream, where="copy")
+
     def close(self) -> None:
         """Free everything that was made here, and give the device up."""
         for short, handles in (("event_destroy", self._events), ("host_free", self._pinned)):
@@ -113,3 +118,8 @@ class GpuMemory:
         """Overwrite some bytes, after everything that was launched before."""
         assert 0 <= offset <= offset + len(data) <= self.nbytes, f"{offset} of {self.nbytes}"
         self.gpu.write_from(self.address + offset, data)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copy bytes from one place to another, in order with everything on the stream."""
+        assert 0 <= min(to, source) <= max(to, source) + nbytes <= self.nbytes, f"{to}, {source}"
+        self.gpu.copy(self.address + to, self.address + source, nbytes)

@@ -162,7 +162,7 @@ def test_small_and_large_steps_in_turn_replay_nothing_stale(demo, golden, prompt
 def test_nan_in_the_state_of_one_request_ends_that_request_alone(demo_loaded, prompts, greedy):
     engine = WatchedEngine(demo_loaded)
     requests = start(engine, [prompts[i] for i in (8, 20, 7)])
-    ranges = engine._state._ranges
+    ranges = engine._state._slot_rows._ranges
     slot, memory = engine._state.slot(requests[1]), demo_loaded.memory["state_slots"].array
     for part in ranges:
         memory[part.offset + slot * part.nbytes :][: part.nbytes] = POISON

@@ -1,4 +1,4 @@
-"""The size budget of the architecture: files <= 400 lines, functions <= 40, runtime <= 4,000."""
+"""The size budget of the architecture: files <= 400 lines, functions <= 40, runtime <= 5,000."""
 
 import pytest
 
@@ -33,6 +33,6 @@ def test_what_serves_stays_small():
     aside = {"server", "measuring"}
     files = [p for p in python_files("runtime") if not aside & set(p.parts)]
     assert files
-    assert sum(map(line_count, files)) <= 4000
+    assert sum(map(line_count, files)) <= 5000
     without_drivers = [p for p in files if "driver" not in p.parts]
-    assert sum(map(line_count, without_drivers)) <= 2000
+    assert sum(map(line_count, without_drivers)) <= 3000

@@ -67,7 +67,7 @@ def test_a_stop_token_ends_the_request_and_is_reported():
     stops = expected_tokens(prompt, 30)[:1]
     engine.add(prompt, 30, stop_ids=stops)
     events = [e for _ in range(2) for e in engine.step()]
-    assert events == [Event(1, stops[0], "stop")]
+    assert events == [Event(1, stops[0], "stop", cached_tokens=0)]
     assert not engine.has_work
 
 

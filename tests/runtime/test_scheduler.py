@@ -5,7 +5,9 @@ import pytest
 
 from k3c.artifact import Bucket
 from k3c.errors import ArtifactError
-from k3c.runtime.cache.state import State, slot_ranges
+from k3c.runtime.cache.prefix import PrefixCache, PrefixOptions
+from k3c.runtime.cache.state import State
+from k3c.runtime.driver.cpu import allocate
 from k3c.runtime.request import Request, RequestOptions, Sampling
 from k3c.runtime.scheduler import Scheduler
 from tests.support.fake_plan import Sizes, make_buckets, make_manifest, make_plan
@@ -15,9 +17,10 @@ def make_scheduler(max_chunk_tokens=None, **changes):
     sizes = Sizes(**changes)
     buckets = make_buckets(sizes)
     plan, cache = make_plan(buckets[0], sizes), make_manifest(sizes, buckets).cache
-    memory = np.zeros(plan.space_bytes["state_slots"], np.uint8)
-    state = State(cache, slot_ranges(plan, cache.slots), memory)
-    return Scheduler(buckets, state, max_chunk_tokens), state
+    memory = {s: allocate(s, plan.space_bytes[s]) for s in ("kv_pages", "state_slots")}
+    state = State(cache, plan, memory, unit_tokens=2)
+    prefix = PrefixCache(state, PrefixOptions(on=False))
+    return Scheduler(buckets, state, prefix, max_chunk_tokens), state
 
 
 def request(number, prompt_tokens, max_tokens=8):
@@ -37,7 +40,7 @@ def run(scheduler):
     step = scheduler.next_step()
     scheduler.advance(step)
     for each, _ in step.chunks:
-        if each.prompt_left == 0:
+        if each.pending_tokens == 0:
             each.output.append(0)
     return step.bucket.name, [(each.id, tokens) for each, tokens in step.chunks]
 
@@ -103,6 +106,7 @@ def test_a_request_waits_for_a_slot_and_is_not_overtaken_when_pages_are_short():
     first, big, small = submit(scheduler, 16, 17, 1)
     run(scheduler)
     assert scheduler.counts() == {"waiting": 2, "prefilling": 0, "running": 1}
+    # Four pages of its prompt, two for the tokens to come.
     assert state.free_pages == 2
     scheduler.remove(first)
     assert run(scheduler)[1] == [(big.id, 16)]
@@ -122,5 +126,34 @@ def test_removing_gives_back_the_state_wherever_the_request_stands():
 
 
 def test_an_artifact_without_a_phase_is_refused():
+    state = make_scheduler()[1]
+    prefix = PrefixCache(state, PrefixOptions())
     with pytest.raises(ArtifactError, match="no prefill bucket"):
-        Scheduler([Bucket("decode.b1", "decode", {"T": 1, "B": 1})], make_scheduler()[1])
+        Scheduler([Bucket("decode.b1", "decode", {"T": 1, "B": 1})], state, prefix)
+
+
+def test_the_lower_priority_number_goes_first_then_the_earlier_arrival():
+    scheduler, _ = make_scheduler(max_requests=1)
+    order = [(0, 5), (1, 0), (2, 5), (3, -1)]
+    for number, priority in order:
+        options = RequestOptions(1, Sampling(), 0, frozenset(), priority=priority)
+        scheduler.submit(Request(number, np.zeros(2, np.int32), options))
+    seen = []
+    while scheduler.has_work:
+        step = scheduler.next_step()
+        scheduler.advance(step)
+        seen += [request.id for request, _ in step.chunks]
+        for request, _ in step.chunks:
+            scheduler.remove(request)
+    assert seen == [3, 1, 0, 2]
+
+
+def test_a_request_that_shares_a_prompt_waits_until_that_is_through():
+    scheduler, _ = make_scheduler(max_chunk_tokens=4)
+    parent = request(0, 10)
+    options = RequestOptions(8, Sampling(), 0, frozenset(), after=0)
+    scheduler.submit(parent)
+    scheduler.submit(Request(1, np.zeros(10, np.int32), options))
+    assert [run(scheduler)[1] for _ in range(3)] == [[(0, 4)], [(0, 4)], [(0, 2)]]
+    scheduler.remove(parent)
+    assert run(scheduler)[1] == [(1, 4)]

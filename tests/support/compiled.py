@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from k3c.runtime.cache.prefix import PrefixOptions
 from k3c.runtime.driver.cpu_executor import CpuExecutor
 from k3c.runtime.engine import Engine
 from k3c.runtime.loader import Loaded, LoadOptions, load_artifact
@@ -67,8 +68,13 @@ class WatchedEngine(Engine):
         before_step: Called with the step's bucket before its input is filled.
     """
 
-    def __init__(self, loaded: Loaded, max_chunk_tokens: int | None = None) -> None:
-        super().__init__(loaded, max_chunk_tokens)
+    def __init__(
+        self,
+        loaded: Loaded,
+        max_chunk_tokens: int | None = None,
+        prefix: PrefixOptions = PrefixOptions(on=False),  # noqa: B008 (frozen)
+    ) -> None:
+        super().__init__(loaded, max_chunk_tokens, prefix)
         self.logits: dict[int, list[np.ndarray]] = {}
         self.forced: dict[int, list[int]] = {}
         self.before_step: list[Any] = []

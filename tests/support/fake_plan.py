@@ -51,6 +51,11 @@ class Sizes:
     decode: tuple[int, ...] = (1, 2, 4)
     prefill: tuple[int, ...] = (4, 16)
     segments: int = 4
+    snapshots: int = 0  # slots beyond those of requests
+
+    @property
+    def slots(self) -> int:
+        return self.max_requests + self.snapshots + 1
 
 
 @dataclass
@@ -110,7 +115,7 @@ def _io_fields(bucket: Bucket, columns: int) -> list[tuple[str, str, str, tuple[
 
 
 def make_plan(bucket: Bucket, sizes: Sizes) -> Plan:
-    slots = sizes.max_requests + 1
+    slots = sizes.slots
     columns = -(-sizes.max_context_tokens // PAGE_TOKENS)
     layer_bytes = slots * 16
     buffers = [
@@ -140,7 +145,7 @@ def make_manifest(sizes: Sizes, buckets: tuple[Bucket, ...]) -> Manifest:
         sizes.max_context_tokens,
         PAGE_TOKENS,
         sizes.pages,
-        sizes.max_requests + 1,
+        sizes.slots,
     )
     return Manifest(
         format=FORMAT,
@@ -178,7 +183,7 @@ class FakeExecutor(CpuExecutor):
         self.io, self.faults, self.sizes = self.inputs, faults, sizes
         self.scores = plan.bucket.phase == "score"
         self.runs: list[list[int]] = []  # the live tokens per segment of each step
-        slots = sizes.max_requests + 1
+        slots = sizes.slots
         state = memory["state_slots"].array
         self.layers = [
             state[1024 * i : 1024 * i + 16 * slots].view(np.int64).reshape(slots, 2)
