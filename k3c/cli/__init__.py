@@ -11,12 +11,12 @@ import errno
 import os
 import sys
 
-from k3c.cli import compiling, planning, reporting, running, topology
+from k3c.cli import compiling, placement, planning, reporting, running, topology
 from k3c.cli.app import app
 from k3c.errors import ConfigError, DeviceFault, K3CError
 
 # Importing a module registers its verbs.
-AREAS = (compiling, planning, running, reporting, topology)
+AREAS = (compiling, planning, placement, running, reporting, topology)
 
 
 def _as_k3c_error(exc: BaseException) -> K3CError | None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from k3c.placement.loads import Floats
 from k3c.placement.placement import Placement
-from k3c.placement.traffic import Experts
+from k3c.placement.traffic import Experts, Traffic
 
 
 @dataclass(frozen=True)
@@ -145,3 +145,32 @@ def moves(before: Placement, after: Placement) -> Moves:
         slots += changed
         layers += bool(changed)
     return Moves(slots, layers, sent)
+
+
+DECODE_BATCHES = (1, 8, 64)
+_TRIALS = 16
+_LAYERS = 12
+
+
+def decode_experts(placement: Placement, traffic: Traffic, seed: int = 0) -> dict[int, float]:
+    """Estimate the different experts that the busiest rank reads in a decode step, by batch.
+
+    Args:
+        placement: Holds the traffic's layers.
+        traffic: Where tokens come from; every token is another request's.
+        seed: Of the draws: 16 steps of at most 12 layers, spread evenly.
+
+    Returns:
+        Tokens of a step -> mean over steps and layers.
+    """
+    rng = np.random.default_rng(seed)
+    count = len(traffic.layers)
+    chosen_layers = sorted({at * count // _LAYERS for at in range(_LAYERS)})
+    found: dict[int, list[float]] = {batch: [] for batch in DECODE_BATCHES}
+    for at in chosen_layers:
+        where = routes(placement, traffic.layers[at])
+        steps = [traffic.batch(at, max(DECODE_BATCHES), 1, rng) for _ in range(_TRIALS)]
+        tokens = np.stack(steps)
+        for batch, values in found.items():
+            values.append(float(where.distinct(tokens[:, :batch]).max(axis=1).mean()))
+    return {batch: float(np.mean(values)) for batch, values in found.items()}
