@@ -25,8 +25,7 @@ def bisection_gbs(topology: Topology) -> float:
     """
     if topology.ranks < 2:
         return 0.0
-    used = sorted({data["fabric"] for _, _, data in topology.graph.edges(data=True)})
-    fabrics = [topology.fabric(name) for name in used]
+    fabrics = list(topology.used_fabrics())
     return min(sum(_across(f, half) for f in fabrics) for half in _halves(topology, fabrics))
 
 

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
-
-import networkx as nx
+from typing import TYPE_CHECKING, Literal
 
 from k3c.errors import ConfigError
 from k3c.targets.target import Target, known_targets, load_target
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 FOLDER = Path(__file__).parent / "topologies"
 
@@ -162,11 +163,26 @@ class Topology:
 
         Edges carry `gbs`, `us`, `kind` and `fabric`; a wire to a switch carries a rank's rate.
         """
+        # Its import takes 0.2 s, which a plan that draws nothing need not pay.
+        import networkx as nx
+
         graph: nx.Graph[int | str] = nx.Graph()
         graph.add_nodes_from(range(self.ranks))
-        for name in sorted({link.fabric for link in self._all_links().values()}):
-            _add_wires(graph, self.fabric(name))
+        for fabric in self.used_fabrics():
+            _add_wires(graph, fabric)
         return graph
+
+    def used_fabrics(self) -> tuple[Fabric, ...]:
+        """Return the fabrics that carry most between some pair, in the order of the file.
+
+        A rank that uses none of a fabric's wires sends nothing there.
+        """
+        used = {(link.fabric, r) for pair, link in self._all_links().items() for r in pair}
+        return tuple(
+            replace(f, rates_gbs={r: g * ((f.name, r) in used) for r, g in f.rates_gbs.items()})
+            for f in self.fabrics
+            if any(name == f.name for name, _ in used)
+        )
 
     def islands(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that reach each other over the best kind of link there is.
@@ -176,10 +192,13 @@ class Topology:
         """
         links = self._all_links()
         best = min((TIERS[link.kind] for link in links.values()), default=0)
-        near: nx.Graph[int] = nx.Graph()
-        near.add_nodes_from(range(self.ranks))
-        near.add_edges_from(pair for pair, link in links.items() if TIERS[link.kind] == best)
-        return tuple(sorted(tuple(sorted(part)) for part in nx.connected_components(near)))
+        near = [pair for pair, link in links.items() if TIERS[link.kind] == best]
+        island = {rank: {rank} for rank in range(self.ranks)}
+        for a, b in near:
+            if island[a] is not island[b]:
+                island[a] |= island[b]
+                island.update(dict.fromkeys(island[b], island[a]))
+        return tuple(sorted({tuple(sorted(part)) for part in island.values()}))
 
     def bisection_gbs(self) -> float:
         """Return the least that two equal halves can send each other, GB/s; 0 for one rank."""
@@ -254,21 +273,20 @@ def load_topology(name_or_path: str | Path) -> Topology:
     """
     text = str(name_or_path)
     if text.endswith(".toml") or "/" in text or isinstance(name_or_path, Path):
-        return _from_file(Path(name_or_path))
+        return _from_file(Path(name_or_path), shipped=False)
     path = FOLDER / f"{text}.toml"
     if path.is_file():
-        return _from_file(path)
+        return _from_file(path, shipped=True)
     if text in known_targets():
         return Topology(text, load_target(text), about="one device")
     hint = f"known topologies: {', '.join(known_topologies())}; or the path of your own .toml"
     raise ConfigError(f"unknown target or topology {text!r}", "--target", hint)
 
 
-def _from_file(path: Path) -> Topology:
-    # Its schema library takes 0.15 s to import, which the topology of one device need not pay.
+def _from_file(path: Path, shipped: bool) -> Topology:
     from k3c.targets.topology_file import read_topology
 
-    return read_topology(path)
+    return read_topology(path, shipped)
 
 
 def _add_wires(graph: nx.Graph[int | str], fabric: Fabric) -> None:

@@ -1,5 +1,7 @@
 """Topologies: rates from arithmetic, islands, the weakest cut, what is said of broken ones."""
 
+import subprocess
+import sys
 from itertools import combinations
 
 import networkx as nx
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 
 from k3c.errors import ConfigError
 from k3c.targets.target import known_targets
-from k3c.targets.topology import FOLDER, known_topologies, load_topology
+from k3c.targets.topology import FOLDER, TIERS, known_topologies, load_topology
 from tests.support.topologies import ISLANDS, PCIE_ONLY, parse, rack, texts
 
 # name: ranks, hosts, GB/s of a pair on one host, GB/s of a pair on two, GB/s of the bisection.
@@ -110,6 +112,33 @@ def test_a_missing_tray_leaves_a_rack_of_17_with_ranks_counted_on():
         4,
     )
     assert rest.bisection_gbs() == 34 * 900.0
+
+
+def test_a_shipped_topology_loads_without_the_libraries_of_graphs_and_schemas():
+    code = (
+        "import sys; from k3c.targets.topology import load_topology;"
+        "t = load_topology('hgx-h200-x2'); t.warnings, t.islands(), t.bisection_gbs();"
+        "print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"networkx", "jsonschema"} & set(done.stdout.split())
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts())
+def test_islands_are_the_parts_of_the_graph_that_its_best_wires_join(text):
+    topology = parse(text)
+    tiers = [TIERS[data["kind"]] for _, _, data in topology.graph.edges(data=True)]
+    near = nx.Graph()
+    near.add_nodes_from(range(topology.ranks))
+    for a, b, data in topology.graph.edges(data=True):
+        if TIERS[data["kind"]] == min(tiers):
+            near.add_edge(a, b)
+    parts = [
+        tuple(sorted(r for r in part if isinstance(r, int)))
+        for part in nx.connected_components(near)
+    ]
+    assert topology.islands() == tuple(sorted(part for part in parts if part))
 
 
 def test_a_link_of_a_rank_with_itself_or_with_none_is_refused():
