@@ -1,4 +1,4 @@
-"""`detect` on recorded outputs of nvidia-smi, rocm-smi and amd-smi, and what it refuses."""
+"""`detect` on outputs of nvidia-smi, rocm-smi and amd-smi, and what it refuses."""
 
 import pytest
 
