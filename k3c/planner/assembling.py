@@ -53,7 +53,7 @@ def assemble(desk: Desk, planned: Planned, choices: tuple[Choice, ...], seen: Se
         kinds=kind_lines(problem.asked, full.part, weights),
         buckets=bucket_lines(full),
         capacity=limits,
-        speed=(planned.timed.speed,),
+        speed=(desk.speed(mesh),),
         changes=largest_changes(desk, planned, limits, seen[0]),
         candidates=_candidates(seen, planned),
         warnings=warnings(problem, mesh, weights / (weights - padding)),
@@ -88,14 +88,14 @@ def _why(desk: Desk, planned: Planned, seen: Seen) -> str:
     count = len(seen[1])
     if not others:
         return f"the only one of {count} that fits"
-    here, best = planned.timed.speed, min(others, key=desk.score)
+    here, best = planned.timed.pace, min(others, key=desk.score)
     next_name = short_name(best.mesh)
     if goal == "fit":
         return f"fewest ranks of {count} that may fit; next {next_name} on {best.mesh.ranks}"
     if goal == "throughput":
-        rates = here.gpu_milli.value / 1e3, best.speed.gpu_milli.value / 1e3
+        rates = here.gpu_milli.value / 1e3, best.pace.gpu_milli.value / 1e3
         return f"{rates[0]:,.1f} tokens/s per GPU, next {next_name} {rates[1]:,.1f}; {count} fit"
-    times = ms(here.tpot_us.value), ms(best.speed.tpot_us.value)
+    times = ms(here.tpot_us.value), ms(best.pace.tpot_us.value)
     return f"{times[0]} a token, next {next_name} {times[1]}; {count} meshes fit"
 
 
@@ -119,7 +119,7 @@ def _timed(timed: Timed, why: str, source: str) -> Candidate:
     assert source in ("quick", "exact"), source
     return replace(
         found,
-        tpot_us=timed.speed.tpot_us.value,
-        gpu_milli=timed.speed.gpu_milli.value,
+        tpot_us=timed.pace.tpot_us.value,
+        gpu_milli=timed.pace.gpu_milli.value,
         source="exact" if source == "exact" else "quick",
     )

@@ -61,7 +61,8 @@ class StageLedger:
         """Return a bucket's plan; its state has the sizes that were asked for."""
         if bucket.name not in self._plans:
             mesh, stage = self.part.mesh, self.part.stage
-            self._plans[bucket.name] = self.planner.plan(mesh, stage, (bucket,)).plans[0]
+            plan = self.planner.plan_more(mesh, stage, bucket, self.base.weights)
+            self._plans[bucket.name] = plan
         return self._plans[bucket.name]
 
     def plans(self, requests: int) -> tuple[Plan, ...]:

@@ -42,7 +42,7 @@ def largest_changes(
 
 def _gain(desk: Desk, planned: Planned, change: Change) -> float:
     """Return how much better the goal is met, as a share; what else it gains counts a tenth."""
-    now, goal = planned.timed.speed, desk.problem.request.goal
+    now, goal = desk.speed(planned.timed.mesh), desk.problem.request.goal
     free = planned.fullest.memory()
     seqs = _total(planned, desk.problem.request.max_num_seqs)
     shares = {
@@ -83,7 +83,7 @@ def _lengths(desk: Desk, planned: Planned, limits: Capacity) -> Iterator[Change]
         return
     books = [(led, led.total_bytes(asked.requests, tokens)) for led in planned.ledgers]
     free = min(led.device_bytes - total for led, total in books)
-    found = free, asked.requests, planned.timed.speed
+    found = free, asked.requests, desk.speed(planned.timed.mesh)
     yield _change(desk, planned, f"--max-model-len {tokens}", found)
 
 
@@ -119,8 +119,8 @@ def _meshes(desk: Desk, planned: Planned, timed: Sequence[Timed]) -> Iterator[Ch
     others = [t for t in timed if short_name(t.mesh) != mine]
     if not others:
         return
-    fast = min(others, key=lambda t: (t.speed.tpot_us.value, str(t.mesh)))
-    rich = max(others, key=lambda t: (t.speed.gpu_milli.value, str(t.mesh)))
+    fast = min(others, key=lambda t: (t.pace.tpot_us.value, str(t.mesh)))
+    rich = max(others, key=lambda t: (t.pace.gpu_milli.value, str(t.mesh)))
     for other in dict.fromkeys((fast.mesh, rich.mesh)):
         chosen = fast if other == fast.mesh else rich
         yield from _mesh(desk, planned, chosen, f"--mesh {chosen.mesh}")
@@ -129,7 +129,7 @@ def _meshes(desk: Desk, planned: Planned, timed: Sequence[Timed]) -> Iterator[Ch
 def _mesh(desk: Desk, planned: Planned, other: Timed, option: str) -> Iterator[Change]:
     books = desk.plan(other, largest_only=True)
     free, count = books.fullest.memory().free_bytes, desk.problem.asked.requests
-    found = free, count, other.speed
+    found = free, count, desk.speed(other.mesh)
     yield _change(desk, replace(planned, timed=other), option, found, planned)
 
 
@@ -143,13 +143,14 @@ def _change(
     """Return a change with its effect in numbers, beside what is planned now."""
     now = before or planned
     free, requests, times = found
+    was_times = desk.speed(now.timed.mesh)
     was = now.fullest.memory().free_bytes
     total, held = _total(planned, requests), _total(now, desk.problem.asked.requests)
     parts = [
-        _compared("a token", now.timed.speed.tpot_us.value, times.tpot_us.value),
-        _compared("to the first token", now.timed.speed.ttft_us.value, times.ttft_us.value),
+        _compared("a token", was_times.tpot_us.value, times.tpot_us.value),
+        _compared("to the first token", was_times.ttft_us.value, times.ttft_us.value),
         f"{times.gpu_milli.value / 1e3:,.1f} tokens/s/GPU"
-        if times.gpu_milli.value != now.timed.speed.gpu_milli.value
+        if times.gpu_milli.value != was_times.gpu_milli.value
         else "",
         f"{total:,} requests" if total != held else "",
         f"{gib(free)} free" if free >= 0 else f"{gib(-free)} too much",

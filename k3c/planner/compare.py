@@ -171,4 +171,4 @@ def _ratio(first: int, second: int) -> str:
     if not first:
         return "new"
     factor = second / first
-    return f"x{factor:.2f}" if factor >= 2 or factor <= 0.5 else f"{factor - 1:+.1%}"
+    return f"x{factor:.2f}" if factor >= 1.995 or factor <= 0.5 else f"{factor - 1:+.1%}"

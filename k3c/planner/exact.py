@@ -95,6 +95,10 @@ class Planner:
         plans = tuple(build_plan(schedule(s), table, _symbol) for s in selections)
         return StagePlans(selections, table, plans)
 
+    def plan_more(self, mesh: Mesh, stage: int, bucket: Bucket, weights: WeightTable) -> Plan:
+        """Return the checked plan of one more bucket of a stage whose weights are laid out."""
+        return build_plan(schedule(self.select(mesh, stage, bucket)), weights, _symbol)
+
 
 def make_planner(config: TextConfig, target: Target, compute: str) -> Planner:
     """Export a model, once for all meshes.

@@ -13,7 +13,7 @@ from k3c.planner.describe import gib, ms
 from k3c.planner.exact import make_planner
 from k3c.planner.problem import Problem
 from k3c.planner.search import SHORT_LIST, Quick
-from k3c.planner.timing import Clock, Wants, speed
+from k3c.planner.timing import Clock, Pace, Wants, pace, speed
 from k3c.targets.mesh import Mesh
 
 CHOICES = ("latent", "shared", "vocabulary")
@@ -21,10 +21,10 @@ CHOICES = ("latent", "shared", "vocabulary")
 
 @dataclass(frozen=True)
 class Timed:
-    """A mesh whose steps were estimated node by node."""
+    """A mesh whose decode steps were estimated node by node."""
 
     quick: Quick
-    speed: Speed
+    pace: Pace
 
     @property
     def mesh(self) -> Mesh:
@@ -68,7 +68,11 @@ class Desk:
 
     def time(self, found: Quick) -> Timed:
         """Estimate the steps of a mesh."""
-        return Timed(found, speed(self.clock, found.mesh, self.wants))
+        return Timed(found, pace(self.clock, found.mesh, self.wants))
+
+    def speed(self, mesh: Mesh) -> Speed:
+        """Return all times and rates of a mesh."""
+        return speed(self.clock, mesh, self.wants)
 
     def time_mesh(self, mesh: Mesh) -> Timed:
         """Estimate the steps of a mesh that closed forms have not seen."""
@@ -83,7 +87,7 @@ class Desk:
 
     def score(self, timed: Timed) -> tuple[float, ...]:
         """Return what the goal makes smallest."""
-        key, found = search.order(timed.mesh), timed.speed
+        key, found = search.order(timed.mesh), timed.pace
         if self.problem.request.goal == "fit":
             return (timed.mesh.ranks, found.tpot_us.value, *key)
         if self.problem.request.goal == "throughput":
@@ -144,7 +148,7 @@ def _toggle(desk: Desk, timed: Timed, name: str) -> tuple[Timed, Choice]:
     other = desk.time_mesh(mesh)
     if other.quick.free_bytes < 0:
         return timed, Choice(name, here, f"{there} does not fit")
-    saved = timed.speed.tpot_us.value - other.speed.tpot_us.value
+    saved = timed.pace.tpot_us.value - other.pace.tpot_us.value
     memory = other.quick.free_bytes - timed.quick.free_bytes
     better = desk.score(other) < desk.score(timed)
     taken, value, left = (other, there, here) if better else (timed, here, there)

@@ -77,7 +77,9 @@ def verdict(answer: Answer) -> str:
         return f"{what}; largest legal --max-num-seqs is {limits.max_num_seqs}"
     if limits.max_model_len:
         return f"{what}; largest legal --max-model-len is {limits.max_model_len}"
-    return f"{what}; weights and scratch alone do not fit"
+    works = [change.option for change in answer.changes if change.fits]
+    nearest = f"; nearest that would: {works[0]}" if works else ""
+    return f"{what}; weights and scratch alone do not fit{nearest}"
 
 
 def _why(problem: Problem, count: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from k3c.artifact import Bucket
 from k3c.buckets import bucket_sizes
@@ -32,10 +32,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Clock:
-    """Predicts times of one model on one machine."""
+    """Predicts times of one model on one machine; what was predicted once is kept."""
 
     planner: Planner
     machine: Topology
+    _known: dict[tuple[object, ...], Step] = field(default_factory=dict)
 
     def decode(self, mesh: Mesh, requests: int, context_tokens: int) -> Step:
         """Return a decode step of `requests` requests of a data-parallel rank.
@@ -44,7 +45,7 @@ class Clock:
         """
         share = -(-requests // mesh.pp)
         size = decode_size(self.planner.target, share)
-        one = self._stages(mesh, _bucket("decode", size, size, context_tokens, self._page))
+        one = self._stages(mesh, ("decode", size, size, context_tokens))
         return _times(one, -(-share // size))
 
     def prompt(self, mesh: Mesh, tokens: int, chunk_tokens: int) -> Step:
@@ -66,19 +67,23 @@ class Clock:
         return _sum(steps)
 
     def _chunk(self, mesh: Mesh, rows: int, context_tokens: int) -> Step:
-        return self._stages(mesh, _bucket("prefill", rows, 1, context_tokens, self._page))
+        return self._stages(mesh, ("prefill", rows, 1, context_tokens))
 
     @property
     def _page(self) -> int:
         return bucket_sizes(self.planner.target).page_tokens
 
-    def _stages(self, mesh: Mesh, bucket: Bucket) -> Step:
-        tokens = bucket.dims["M"] * self._page
-        steps = [
-            estimate(self.planner.select(mesh, stage, bucket), mesh, self.machine, tokens)
-            for stage in range(mesh.pp)
-        ]
-        return _sum(steps)
+    def _stages(self, mesh: Mesh, size: tuple[str, int, int, int]) -> Step:
+        """Return a step of all stages; `size`: phase, rows, requests, tokens of context."""
+        key = mesh, *size
+        if key not in self._known:
+            bucket = _bucket(*size, self._page)
+            steps = [
+                estimate(self.planner.select(mesh, stage, bucket), mesh, self.machine, size[3])
+                for stage in range(mesh.pp)
+            ]
+            self._known[key] = _sum(steps)
+        return self._known[key]
 
 
 def estimate(selected: Selected, mesh: Mesh, machine: Topology, context_tokens: int) -> Step:
@@ -89,18 +94,28 @@ def estimate(selected: Selected, mesh: Mesh, machine: Topology, context_tokens: 
     return Step(found.us, found.low_us, found.high_us, kinds, sources)
 
 
+def pace(clock: Clock, mesh: Mesh, wants: Wants) -> Pace:
+    """Return the time and the rate of output tokens alone: what meshes are ranked by."""
+    decode = clock.decode(mesh, wants.requests, wants.context_tokens)
+    tokens, ranks = _share(clock, mesh, wants)
+    return Pace(_interval(decode), _rate(decode, tokens / ranks))
+
+
+def _share(clock: Clock, mesh: Mesh, wants: Wants) -> tuple[int, int]:
+    """Return the tokens of a step of all replicas, and the GPUs of the machine."""
+    replicas = max(1, clock.machine.ranks // mesh.ranks)
+    return wants.requests * mesh.dp * replicas, max(clock.machine.ranks, mesh.ranks)
+
+
 def speed(clock: Clock, mesh: Mesh, wants: Wants) -> Speed:
     """Return times and rates of a deployment."""
-    middle = wants.input_len + wants.output_len // 2
     prompt = clock.prompt(mesh, wants.input_len, wants.chunk_tokens)
-    decode = clock.decode(mesh, wants.requests, middle)
-    alone = clock.decode(mesh, 1, middle)
-    replicas = max(1, clock.machine.ranks // mesh.ranks)
-    tokens = wants.requests * mesh.dp * replicas
-    ranks = max(clock.machine.ranks, mesh.ranks)
+    decode = clock.decode(mesh, wants.requests, wants.context_tokens)
+    alone = clock.decode(mesh, 1, wants.context_tokens)
+    tokens, ranks = _share(clock, mesh, wants)
     return Speed(
         concurrency=wants.requests,
-        context_tokens=middle,
+        context_tokens=wants.context_tokens,
         ttft_us=_interval(prompt),
         tpot_us=_interval(decode),
         user_milli=_rate(decode, 1),
@@ -120,6 +135,19 @@ class Wants:
     output_len: int
     requests: int
     chunk_tokens: int
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of context in the middle of an answer."""
+        return self.input_len + self.output_len // 2
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Time per output token, and thousandths of tokens per second and GPU of the machine."""
+
+    tpot_us: Interval
+    gpu_milli: Interval
 
 
 def _bucket(phase: str, rows: int, requests: int, context_tokens: int, page_tokens: int) -> Bucket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 from k3c.codegen.template import padded
@@ -63,10 +64,7 @@ class LinearGemm(LinearTemplate):
         shape = LinearShape.of(node)
         if shape.wide:
             return (_config(64, 64, 32, 2, 4, 1),)
-        ranked = sorted(_space(shape, target), key=lambda c: _estimate_us(shape, target, *c))
-        # Variants that differ on one target may be one on another.
-        found = {tuple(config.items()): config for config, _ in ranked}
-        return tuple(found.values())[:_CANDIDATES]
+        return _ranked(shape, target)
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
         """Return the bytes of the normalised rows and of the partial sums."""
@@ -116,6 +114,16 @@ def _config(
         "WARPS": warps,
         "SPLIT": split,
     }
+
+
+# Asked for by workspace, stages and costs of every node of every bucket.
+@cache
+def _ranked(shape: LinearShape, target: Target) -> tuple[Config, ...]:
+    """Return the configurations of least estimated time, the best first."""
+    ranked = sorted(_space(shape, target), key=lambda c: _estimate_us(shape, target, *c))
+    # Variants that differ on one target may be one on another.
+    found = {tuple(config.items()): config for config, _ in ranked}
+    return tuple(found.values())[:_CANDIDATES]
 
 
 def _space(shape: LinearShape, target: Target) -> list[tuple[Config, float]]:
