@@ -23,9 +23,10 @@ from k3c.placement.state import Indices, State, normalised, to_placement
 from k3c.placement.swap import Goal, level, refine
 
 LEVEL_SWEEPS = 12
-REFINE_SWEEPS = 16
-# A batch of 4096 tokens over 16 ranks differs by 2 % from its mean: a tenth of that is free.
-SLACK = 0.002
+# A batch of 4096 tokens over 16 ranks differs by 2 % from its mean: a tenth of that is free where
+# steps or pairs say what to do with it.
+REFINE_SWEEPS, SLACK = 8, 0.0005
+SEEN_SWEEPS, SEEN_SLACK = 24, 0.002
 _CHUNK_LAYERS = 16  # what one thread works on: bounds memory, keeps the arrays in the cache
 
 
@@ -83,9 +84,11 @@ def _solve(load: ExpertLoad, islands: Indices, slots: int) -> State:
     rows = normalised(load.rows, ranks)
     theirs = published_worst(rows, ranks, slots)
     state = _level_best(rows, theirs, islands, slots)
-    bound = np.maximum(state.worst(), np.minimum(theirs, 1 + SLACK))
+    seen = load.steps is not None or load.pairs is not None
+    bound = np.maximum(state.worst(), np.minimum(theirs, 1 + (SEEN_SLACK if seen else SLACK)))
     if ranks > 1:
-        refine(state, Goal(features(load, state.count, ranks), bound, islands), REFINE_SWEEPS)
+        goal = Goal(features(load, state.count, ranks), bound, islands)
+        refine(state, goal, SEEN_SWEEPS if seen else REFINE_SWEEPS)
     return state
 
 

@@ -109,7 +109,7 @@ def island_traffic(
         np.add.at(held, (of_rank[:, None], slots), 1.0)
         share = rows[at] / rows[at].sum()
         stays = (held / held.sum(axis=0) * share).sum(axis=1)
-        left_by_number += 1.0 - float(stays @ size)
+        left_by_number += max(0.0, 1.0 - float(stays @ size))
         left_nearest += float(((held == 0) * share).sum(axis=1) @ size)
     return IslandTraffic(left_by_number / len(layers), left_nearest / len(layers))
 
