@@ -12,7 +12,7 @@ from k3c.artifact import Bucket, Plan
 from k3c.buckets import bucket_sizes
 from k3c.codegen.template import packed_nbytes
 from k3c.errors import PlanError
-from k3c.export.exporter import Compute, export_model
+from k3c.export_cache import Compute, exported
 from k3c.ir.graph import Module
 from k3c.kernels import catalogue_of
 from k3c.model.config import TextConfig
@@ -101,13 +101,13 @@ class Planner:
 
 
 def make_planner(config: TextConfig, target: Target, compute: str) -> Planner:
-    """Export a model, once for all meshes.
+    """Export a model once for all meshes, or take it from the cache of exported models.
 
     Raises:
         ExportError: The model uses something that the IR cannot express.
     """
     page_tokens = bucket_sizes(target).page_tokens
-    module = export_model(config, COMPUTE[compute], None, page_tokens)
+    module = exported(config, COMPUTE[compute], page_tokens)
     return Planner(config, target, module, catalogue_of(target))
 
 
