@@ -6,16 +6,15 @@ of every module of ours that it uses, the constants, the target's arch, the tool
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
+from k3c.codegen.source_code import file_code, module_digest
 from k3c.targets.catalogue import Constant, Template
 from k3c.targets.target import Target
 
@@ -28,7 +27,6 @@ _LOWERING = {
     "hip": Path(__file__).with_name("triton_aot.py"),
 }
 
-_OURS = "k3c.codegen"
 _SYMBOL_HEX_DIGITS = 12
 
 
@@ -46,18 +44,6 @@ def toolchain(kind: str) -> Mapping[str, str]:
         "tvm_ffi": version("apache-tvm-ffi"),
         "llvm": str(llvm_major()),
     }
-
-
-@cache
-def source_text(module_name: str) -> str:
-    """Return what a module and every module of ours that it imports say to Python."""
-    return "\0".join(_code(_file_of(name)) for name in sorted(_closure(module_name)))
-
-
-@cache
-def _code(path: Path) -> str:
-    """Return the syntax tree of a file as text: a comment or a line break changes no kernel."""
-    return ast.dump(_tree(path))
 
 
 @dataclass(frozen=True)
@@ -82,13 +68,27 @@ def kernel_key(request: KernelRequest, target: Target) -> str:
             the key.
         target: The device; its CPU name and features decide the code.
     """
+    # 1, 1.0 and True are equal, and would share an entry of a dictionary.
+    constants = tuple((k, v, type(v).__name__) for k, v in sorted(request.constants.items()))
+    arch = (target.kind, target.arch, target.mcpu, target.lanes, *target.features)
+    return _key(request.name, type(request.template).__module__, constants, arch)
+
+
+@cache
+def _key(
+    name: str,
+    module: str,
+    constants: tuple[tuple[str, Constant, str], ...],
+    arch: tuple[str | int, ...],
+) -> str:
+    kind = str(arch[0])
     parts = {
-        "template": request.name,
-        "source": source_text(type(request.template).__module__),
-        "constants": dict(request.constants),
-        "arch": [target.kind, target.arch, target.mcpu, target.lanes, *target.features],
-        "lowering": _code(_LOWERING[target.kind]),
-        "toolchain": dict(toolchain(target.kind)),
+        "template": name,
+        "source": module_digest(module),
+        "constants": constants,
+        "arch": arch,
+        "lowering": file_code(_LOWERING[kind]).digest,
+        "toolchain": dict(toolchain(kind)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -96,34 +96,3 @@ def kernel_key(request: KernelRequest, target: Target) -> str:
 def kernel_symbol(request: KernelRequest, target: Target) -> str:
     """Return the kernel's name, unique in an artifact."""
     return f"{request.name}_{kernel_key(request, target)[:_SYMBOL_HEX_DIGITS]}"
-
-
-def _closure(module_name: str) -> set[str]:
-    """Return the modules of ours that a module imports, directly or not, itself included."""
-    found: set[str] = set()
-    todo = [module_name]
-    while todo:
-        name = todo.pop()
-        if name not in found:
-            found.add(name)
-            todo += _imports(_file_of(name))
-    return found
-
-
-def _imports(path: Path) -> list[str]:
-    """Return the modules of ours that a file names in an import."""
-    nodes = [n for n in ast.walk(_tree(path)) if isinstance(n, ast.ImportFrom)]
-    return [n.module for n in nodes if n.module is not None and n.module.startswith(_OURS)]
-
-
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text("utf-8"))
-
-
-def _file_of(module_name: str) -> Path:
-    # A module may import another inside a function: then it need not be loaded.
-    spec = find_spec(module_name)
-    origin = None if spec is None else spec.origin
-    assert origin is not None, f"module {module_name} has no file"
-    return Path(origin)

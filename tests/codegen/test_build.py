@@ -13,7 +13,6 @@ import torch
 from tvm.script import tirx as T
 
 from k3c.artifact import SPACES, Arg, Bucket, Buffer, Command, LayerCall, Plan
-from k3c.codegen import kernel_key as kernel_key_module
 from k3c.codegen import object_cache
 from k3c.codegen.kernel_build import build_kernel
 from k3c.codegen.kernel_key import KernelRequest, kernel_key, kernel_symbol
@@ -155,20 +154,6 @@ def test_constants_target_and_source_are_part_of_the_key() -> None:
     assert kernel_key(prefill, replace(AVX2, bandwidth_gbs=1.0)) in keys
 
 
-def test_comments_and_line_breaks_are_no_part_of_the_key_and_numbers_are(tmp_path: Path) -> None:
-    texts = {"a": "x = f(1, 2)\n", "b": "# why\nx = f(\n    1,\n    2,\n)\n", "c": "x = f(1, 3)\n"}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    a, b, c = (kernel_key_module._code(tmp_path / name) for name in texts)
-    assert a == b != c
-
-
-def test_the_key_covers_modules_of_which_only_a_number_is_used() -> None:
-    root = "k3c.codegen.templates.tvm."
-    assert root + "mxfp4_layout" in kernel_key_module._closure(root + "mxfp4_decode")
-    assert root + "kda_prefill" not in kernel_key_module._closure(root + "linear")
-
-
 def test_a_damaged_cache_entry_is_built_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +172,6 @@ def test_a_build_killed_while_it_writes_leaves_no_entry(
 ) -> None:
     script = """
 import os, signal
-from k3c.codegen import kernel_key as kernel_key_module
 from k3c.codegen import object_cache
 class Dying:
     def __init__(self, handle, mode): self.handle = handle
