@@ -43,7 +43,7 @@ from k3c.passes.build_plan import run as build_plan
 from k3c.passes.context import PassContext
 from k3c.passes.pipeline import PipelineResult, run_pipeline
 from k3c.passes.schedule import run as schedule
-from k3c.passes.select_kernels import Selected, node_key
+from k3c.passes.select_kernels import Selected
 from k3c.passes.select_kernels import run as select_kernels
 from k3c.passes.weight_table import weight_table
 from k3c.targets.catalogue import Stage, Template
@@ -258,8 +258,9 @@ def _select(module: Module, buckets: Sequence[Bucket], target: Target) -> list[S
 def _plan(selections: Sequence[Selected], cache: CacheInfo, target: Target, rank: int) -> _Planned:
     """Plan every bucket."""
     table = weight_table(selections, packed_nbytes, rank)
-    plans = tuple(build_plan(schedule(s), table, _symbol) for s in selections)
-    requests = {kernel_symbol(r, target): r for s in selections for r in _requests(s)}
+    requests: dict[str, KernelRequest] = {}
+    symbol_of = partial(_symbol, requests)
+    plans = tuple(build_plan(schedule(s), table, symbol_of) for s in selections)
     ordered = tuple(requests[symbol] for symbol in sorted(requests))
     return _Planned(target, cache, tuple(selections), plans, table.entries, ordered)
 
@@ -294,19 +295,14 @@ def _check_fits(
     raise PlanError(what, f"{target.name}: {where} GiB", hint)
 
 
-def _symbol(template: Template, stage: Stage, target: Target) -> str:
-    return kernel_symbol(KernelRequest(template, stage.constants, stage.name), target)
-
-
-def _requests(selected: Selected) -> list[KernelRequest]:
-    return [
-        KernelRequest(template, stage.constants, stage.name)
-        for graph in selected.module.graphs
-        for node in graph.nodes
-        if node_key(graph, node) in selected.choices
-        for template in (selected.template(graph, node),)
-        for stage in template.stages(node, selected.target)
-    ]
+def _symbol(
+    requests: dict[str, KernelRequest], template: Template, stage: Stage, target: Target
+) -> str:
+    """Return the symbol of a stage's kernel, and note that it is needed."""
+    request = KernelRequest(template, stage.constants, stage.name)
+    symbol = kernel_symbol(request, target)
+    requests.setdefault(symbol, request)
+    return symbol
 
 
 def _add_weights(

@@ -220,13 +220,16 @@ def _good_collective(command: Command, sizes: Mapping[str, int]) -> bool:
 
 def _placed(plan: Plan, space: str) -> Iterator[_Range]:
     """Yield where each buffer of a space lies, once for each layer that has a copy of its own."""
+    calls: dict[str, list[LayerCall]] = {}
+    for call in plan.calls:
+        calls.setdefault(call.graph, []).append(call)
     for b in plan.buffers:
         if b.space != space:
             continue
         if not b.per_layer:
             yield _Range(b.offset, b.offset + b.nbytes, b.id)
             continue
-        for call in (c for c in plan.calls if c.graph == b.graph):
+        for call in calls.get(b.graph, []):
             first = call.bases[b.space] + b.offset
             yield _Range(first, first + b.nbytes, f"{b.id} of layer {call.layer}")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 MX_BLOCK = 32  # elements that share one e8m0 scale in MXFP4 (OCP Microscaling v1.0)
 
@@ -86,20 +88,18 @@ class TensorType:
         shape = tuple(dims.get(d.name, d) if isinstance(d, SymDim) else d for d in self.shape)
         return replace(self, shape=shape)
 
-    @property
+    # Kept: a plan asks for the sizes of each of its types hundreds of times.
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The shape as integers; every dimension must be bound."""
         found = tuple(d for d in self.shape if isinstance(d, int))
         assert len(found) == len(self.shape), f"a dimension of {self} is not bound"
         return found
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Number of elements; every dimension must be bound."""
-        count = 1
-        for size in self.sizes:
-            count *= size
-        return count
+        return prod(self.sizes)
 
     @property
     def nbytes(self) -> int:

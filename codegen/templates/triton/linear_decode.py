@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 from k3c.codegen.templates.triton.linear_base import DECODE_ROWS, PREFETCH_BYTES, LinearTemplate
@@ -41,16 +42,7 @@ class LinearDecode(LinearTemplate):
 
     def configs(self, node: Node, target: Target) -> tuple[Config, ...]:
         """Return the configurations worth measuring, the rule's choice first."""
-        shape = LinearShape.of(node)
-        rule = _rule(shape, target)
-        if shape.wide:
-            return (rule,)
-        found = [rule]
-        for change in _changes(shape, rule):
-            config = _completed(shape, target, {**rule, **change})
-            if config not in found and _shared_bytes(shape, target, config) <= target.shared_bytes:
-                found.append(config)
-        return tuple(found)
+        return _ranked(LinearShape.of(node), target)
 
     def workspace_bytes(self, node: Node, target: Target) -> int:
         """Return the bytes of the partial sums."""
@@ -81,6 +73,21 @@ class NormLinearDecode(LinearDecode):
     name = "norm_linear_decode"
     op = "norm_linear"
     reference = "norm_linear"
+
+
+# Kept: a plan asks for a node's configuration each time it asks for its stages or workspace.
+@cache
+def _ranked(shape: LinearShape, target: Target) -> tuple[Config, ...]:
+    """Return the rule's configuration, then what changes of it fit."""
+    rule = _rule(shape, target)
+    if shape.wide:
+        return (rule,)
+    found = [rule]
+    for change in _changes(shape, rule):
+        config = _completed(shape, target, {**rule, **change})
+        if config not in found and _shared_bytes(shape, target, config) <= target.shared_bytes:
+            found.append(config)
+    return tuple(found)
 
 
 def _rule(shape: LinearShape, target: Target) -> Config:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class RowsLayout:
         """Rows of the weight."""
         return sum(r.rows for r in self.ranges)
 
-    @property
+    @cached_property
     def packed_rows(self) -> int:
         """Rows with padding."""
         last = self.ranges[-1]
