@@ -106,8 +106,8 @@ class MemoryLine:
     """Bytes of one use of a rank's memory; the lines of a rank and its free bytes sum to it.
 
     Attributes:
-        name: weights, activations, io, communication, mla_pages, kda_slots, snapshots,
-            draft_weights, draft_kv, draft_records, graphs, driver.
+        name: weights, spare_experts, activations, io, communication, mla_pages, kda_slots,
+            snapshots, draft_weights, draft_kv, draft_records, graphs, driver.
         nbytes: Bytes.
         exact: They are what the runtime allocates; else an estimate, whose source `note` names.
         note: What they are made of, or where the figure is from.

@@ -24,7 +24,7 @@ from k3c.planner.graphs import (
     keep_buckets,
     reserve_bytes,
 )
-from k3c.planner.lines import draft_lines, state_lines
+from k3c.planner.lines import draft_lines, spare_lines, state_lines
 from k3c.planner.problem import Asked, decode_size
 from k3c.planner.quick import Part
 
@@ -94,6 +94,7 @@ class StageLedger:
             MemoryLine("activations", _most(plans, "arena"), True, names),
             MemoryLine("io", _io_bytes(plans, load.request_pages), True, "step inputs, logits"),
             MemoryLine("communication", _most(plans, "comm"), True, "messages between ranks"),
+            *spare_lines(part),
             *state_lines(part, load),
             *draft_lines(asked, part, load),
             MemoryLine("graphs", kept.graph_bytes, False, SOURCE),

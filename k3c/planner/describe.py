@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from k3c.planner.answer import Candidate, Deployment
+from k3c.planner import quick
+from k3c.planner.answer import Candidate, Choice, Deployment
 from k3c.planner.problem import Problem
 from k3c.planner.quick import Part
 from k3c.planner.search import Quick
@@ -62,6 +63,20 @@ def deployment(problem: Problem, mesh: Mesh) -> Deployment:
         physical_experts=physical,
         expert_replicas=extra,
     )
+
+
+def expert_choice(problem: Problem, mesh: Mesh) -> tuple[Choice, ...]:
+    """Return how many physical experts a rank has, and what replicas cost, where there are any."""
+    used, config = deployment(problem, mesh), problem.config
+    if not used.expert_replicas:
+        return ()
+    layers = sum(map(config.is_moe, range(config.num_hidden_layers)))
+    each = quick.expert_bytes(config, mesh)
+    why = (
+        f"{config.num_experts} on {mesh.ep} ranks leave {used.expert_replicas} replicas x "
+        f"{gib(each)} x {layers} layers, {gib(each * layers)} for each slot of a rank"
+    )
+    return (Choice("experts", f"{used.physical_experts} a rank", why),)
 
 
 def candidate(found: Quick, why: str) -> Candidate:

@@ -22,6 +22,23 @@ def state_lines(part: Part, load: Load) -> list[MemoryLine]:
     ]
 
 
+def spare_lines(part: Part) -> list[MemoryLine]:
+    """Return the physical experts of a rank beyond those that the mesh needs."""
+    nbytes = spare_bytes(part)
+    if not nbytes:
+        return []
+    note = f"{part.spare_slots} more in each of {part.moe_layers} layers"
+    return [MemoryLine("spare_experts", nbytes, True, note)]
+
+
+def spare_bytes(part: Part) -> int:
+    """Return the bytes of `spare_lines`: replicas x bytes of an expert x layers."""
+    if part.mesh.ep == 1:
+        return 0
+    each = quick.expert_bytes(part.config, part.mesh)
+    return part.spare_slots * each * part.moe_layers
+
+
 def draft_lines(asked: Asked, part: Part, load: Load) -> list[MemoryLine]:
     """Return what speculation adds to a rank; the draft runs on the ranks of the last stage.
 
@@ -51,7 +68,8 @@ def kind_lines(asked: Asked, part: Part, weights_bytes: int | None) -> tuple[Kin
     Args:
         asked: What the rank is asked to hold.
         part: What it holds.
-        weights_bytes: All bytes of its packed weights: what no kind has is padding. None: unknown.
+        weights_bytes: All bytes of its packed weights, spare experts left out: what no kind has is
+            padding. None: unknown.
     """
     act, layers, weights = asked.act_bytes, quick.kind_layers(part), quick.weight_bytes(part)
     states = {"kda": quick.slot_bytes(part, act)}
@@ -60,7 +78,8 @@ def kind_lines(asked: Asked, part: Part, weights_bytes: int | None) -> tuple[Kin
         KindLine(k, layers[k], weights[k], states.get(k, 0), tokens.get(k, 0)) for k in quick.KINDS
     ]
     if weights_bytes is not None:
-        found.append(KindLine("padding", 0, weights_bytes - sum(weights.values()), 0, 0))
+        packed = weights_bytes + spare_bytes(part)
+        found.append(KindLine("padding", 0, packed - sum(weights.values()), 0, 0))
     draft = asked.draft
     if draft is not None and part.is_last:
         nbytes = draft_weight_bytes(draft, part.mesh.tp)

@@ -19,10 +19,17 @@ from k3c.planner.answer import (
     MemoryLine,
     StageMemory,
 )
-from k3c.planner.describe import deployment, gib, misfits, short_name, warnings
+from k3c.planner.describe import (
+    deployment,
+    expert_choice,
+    gib,
+    misfits,
+    short_name,
+    warnings,
+)
 from k3c.planner.graphs import reserve_bytes
 from k3c.planner.limits import Legal, capacity
-from k3c.planner.lines import draft_lines, kind_lines, state_lines
+from k3c.planner.lines import draft_lines, kind_lines, spare_bytes, spare_lines, state_lines
 from k3c.planner.problem import Problem, decode_size
 from k3c.planner.quick import Load, Part
 from k3c.targets.mesh import Mesh
@@ -51,7 +58,10 @@ def refuse(problem: Problem, meshes: Sequence[Mesh]) -> Answer:
         verdict="",
         source="quick",
         deployment=deployment(problem, mesh),
-        choices=(Choice("mesh", short_name(mesh), _why(problem, len(meshes))),),
+        choices=(
+            Choice("mesh", short_name(mesh), _why(problem, len(meshes))),
+            *expert_choice(problem, mesh),
+        ),
         stages=stages,
         kinds=kind_lines(problem.asked, part, None),
         buckets=(),
@@ -107,7 +117,8 @@ def _memory(problem: Problem, part: Part) -> StageMemory:
     """Return the lower bounds of a rank's memory."""
     asked, load, mesh = problem.asked, _load(problem), part.mesh
     lines = [
-        MemoryLine("weights", sum(quick.weight_bytes(part).values()), False, "without padding"),
+        MemoryLine("weights", _weights(part), False, "without padding"),
+        *spare_lines(part),
         MemoryLine("activations", quick.scratch_lower_bytes(part, load), False, "at least"),
         MemoryLine("io", quick.io_lower_bytes(part, load), False, "at least"),
         *state_lines(part, load),
@@ -119,6 +130,10 @@ def _memory(problem: Problem, part: Part) -> StageMemory:
         part.stage, part.layers.start, part.layers.stop, mesh.ranks // mesh.pp, tuple(lines),
         total, device, device - total,
     )  # fmt: skip
+
+
+def _weights(part: Part) -> int:
+    return sum(quick.weight_bytes(part).values()) - spare_bytes(part)
 
 
 def legal_of(problem: Problem, mesh: Mesh) -> Legal:

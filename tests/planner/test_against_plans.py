@@ -15,6 +15,7 @@ from k3c.passes.context import PassContext
 from k3c.plan_check import check, check_together
 from k3c.planner import quick, search
 from k3c.planner.capacity import bucket_lines, open_ledger
+from k3c.planner.describe import expert_choice
 from k3c.planner.exact import check_bounds, make_planner
 from k3c.planner.limits import capacity, largest
 from k3c.planner.lines import kind_lines
@@ -156,6 +157,21 @@ def test_a_snapshot_costs_a_slot_and_a_policy_keeps_one_for_every_so_many_tokens
     ]
     assert totals[1] - totals[0] == 3 * slot
     assert totals[2] - totals[0] == 4 * (8192 // 2048) * slot
+
+
+def test_a_spare_slot_costs_an_expert_in_every_layer(planner):
+    # Users of other engines were surprised by what replicas cost.
+    problem = ask(max_num_seqs=4, spare_slots=2)
+    books = open_ledger(planner, Part(planner.config, TEP16, 0, 2), problem.asked)
+    plain = ledger_of(planner, problem).memory().total_bytes
+    each = 3 * 3584 * 3072 * 17 // 32
+    assert books.memory().total_bytes - plain == 2 * each * 92
+    kinds = kind_lines(problem.asked, books.part, books.base.weights.total_bytes)
+    assert {k.kind: k.weight_bytes for k in kinds}["experts"] == (56 + 2) * each * 92
+    assert {k.kind: k.weight_bytes for k in kinds}["padding"] == books.base.padding_bytes
+    (choice,) = expert_choice(problem, TEP16)
+    assert choice.value == "58 a rank"
+    assert "32 replicas x 16.7 MiB x 92 layers, 1.5 GiB" in choice.why
 
 
 def test_a_graph_budget_drops_buckets_and_says_where_their_steps_run(planner):
