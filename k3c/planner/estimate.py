@@ -1,25 +1,26 @@
 """The time of one step of a rank: node by node, in all and by kind, each with an error bar.
 
-A launch takes the slower of its bytes and its operations at the target's rates; a collective takes
-what `k3c.targets.collectives` chooses.
+A launch takes its latency and the slower of its bytes and its operations, at the share of the
+device's best that measured launches like it reach (`efficiency.py`); a collective what
+`k3c.targets.collectives` estimates for the ranks and links that it crosses. With expert parallelism
+the busiest rank decides (`routing.py`). Low and high ends are sums of those of the parts: launches
+of a kind err together, so nothing averages out.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from k3c.ir.graph import Node
-from k3c.ir.ops import COLLECTIVES
 from k3c.passes.select_kernels import Selected
-from k3c.targets.catalogue import Cost
+from k3c.planner.efficiency import Efficiency
+from k3c.planner.routing import Routing
+from k3c.planner.work import Conditions, Message, Work, work_of
 from k3c.targets.collectives import choose
 from k3c.targets.mesh import Mesh
-from k3c.targets.target import Target
 from k3c.targets.topology import Topology
 
-GATHERS = ("all_gather", "dispatch")
+EVEN = Routing()
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class KindEstimate:
         high_us: High end of the error bar, microseconds.
         floor_us: Bytes and operations at the target's best, microseconds; 0 for a collective.
         launches: Nodes of the step.
-        source: What the estimate rests on.
+        source: Whether it is measured, modelled or of public figures, in a few words.
+        detail: What the times of its nodes rest on.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class KindEstimate:
     floor_us: float
     launches: int
     source: str
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def estimate_step(
     topology: Topology,
     rank: int = 0,
     context_tokens: int | None = None,
+    routing: Routing = EVEN,
 ) -> StepEstimate:
     """Estimate one step.
 
@@ -76,58 +80,58 @@ def estimate_step(
         mesh: The ranks that share the model; None: one.
         topology: What connects them.
         rank: The rank whose collectives are estimated.
-        context_tokens: Tokens of context of each request; None: as long as the bucket allows.
+        context_tokens: Tokens of context of each request, those of the step included; None: as
+            many as the bucket has pages for.
+        routing: What the router does; the default draws all experts alike, in contiguous ranges.
     """
-    calls = Counter(call.graph for call in selected.module.schedule)
-    parts = [
-        _times(_node(selected, node, graph_name, topology), calls[graph_name])
-        for graph_name, node in _nodes(selected)
-    ]
-    kinds = tuple(sorted(map(_merged, _by_kind(parts)), key=lambda k: (-k.us, k.kind)))
-    return StepEstimate(
-        sum(k.us for k in kinds), sum(k.low_us for k in kinds), sum(k.high_us for k in kinds), kinds
-    )
+    works, messages = work_of(selected, Conditions(context_tokens, routing))
+    efficiency = Efficiency(selected.target)
+    parts = [launch(efficiency, work) for work in works]
+    parts += [_message(message, mesh or Mesh(), topology, rank) for message in messages]
+    return total(parts)
 
 
-def floor_us(cost: Cost, target: Target) -> float:
-    """Return the time that a launch cannot be faster than, microseconds."""
-    # 1 GB/s moves 1,000 bytes a microsecond; 1 GFLOP/s computes 1,000 operations.
-    moving = (cost.read_bytes + cost.write_bytes) / (target.bandwidth_gbs * 1e3)
-    return max(moving, cost.flops / (target.peak_gflops * 1e3))
-
-
-def _nodes(selected: Selected) -> list[tuple[str, Node]]:
-    return [(graph.name, node) for graph in selected.module.graphs for node in graph.nodes]
-
-
-def _node(selected: Selected, node: Node, graph_name: str, topology: Topology) -> KindEstimate:
-    if node.op in COLLECTIVES:
-        return _collective(node, dict(selected.module.mesh), topology)
-    template = selected.choices[(graph_name, node.results[0].name)]
-    us = floor_us(template.cost(node, selected.target), selected.target)
-    return KindEstimate(node.op, us, us, us, us, 1, "roofline")
-
-
-def _collective(node: Node, axes: dict[str, int], topology: Topology) -> KindEstimate:
-    whole = node.results if node.op in GATHERS else node.operands
-    nbytes = sum(value.type.nbytes for value in whole)
-    ranks = range(axes[str(node.attrs["axis"])])
-    taken = choose(node.op, nbytes, ranks, topology)  # type: ignore[arg-type]
-    return KindEstimate(node.op, taken.us, taken.low_us, taken.high_us, 0.0, 1, taken.source)
-
-
-def _times(one: KindEstimate, count: int) -> KindEstimate:
+def launch(efficiency: Efficiency, work: Work) -> KindEstimate:
+    """Return the times of equal launches."""
+    time, count = efficiency.time(work), work.count
     return KindEstimate(
-        one.kind, one.us * count, one.low_us * count, one.high_us * count,
-        one.floor_us * count, one.launches * count, one.source,
+        work.kind, time.us * count, time.low_us * count, time.high_us * count,
+        work.floor_us(efficiency.target) * count, count, time.source, time.detail,
     )  # fmt: skip
 
 
-def _by_kind(parts: Sequence[KindEstimate]) -> list[list[KindEstimate]]:
-    found: dict[str, list[KindEstimate]] = {}
+def total(parts: Sequence[KindEstimate]) -> StepEstimate:
+    """Return the step that some parts make, those of a kind summed up."""
+    by_kind: dict[str, list[KindEstimate]] = {}
     for part in parts:
-        found.setdefault(part.kind, []).append(part)
-    return list(found.values())
+        by_kind.setdefault(part.kind, []).append(part)
+    kinds = tuple(sorted(map(_merged, by_kind.values()), key=lambda k: (-k.us, k.kind)))
+    us, low_us, high_us = (
+        sum(values)
+        for values in ([k.us for k in kinds], [k.low_us for k in kinds], [k.high_us for k in kinds])
+    )
+    return StepEstimate(us, low_us, high_us, kinds)
+
+
+def group(mesh: Mesh, axis: str, rank: int) -> tuple[int, ...]:
+    """Return the ranks that a collective of `rank` along a mesh axis runs over, ascending."""
+    here = mesh.coordinates(rank)
+    # Experts are shared by all ranks of a stage; any other axis leaves the rest of a place alone.
+    free = {axis, "ep"} | ({"tp", "dp"} if axis == "ep" else set[str]())
+    return tuple(
+        other
+        for other in range(mesh.ranks)
+        if all(at == here[a] for a, at in mesh.coordinates(other).items() if a not in free)
+    )
+
+
+def _message(message: Message, mesh: Mesh, topology: Topology, rank: int) -> KindEstimate:
+    taken = choose(message.kind, message.nbytes, group(mesh, message.axis, rank), topology)
+    count = message.count
+    return KindEstimate(
+        message.kind, taken.us * count, taken.low_us * count, taken.high_us * count, 0.0, count,
+        "public measurements of collectives", f"{taken.implementation}: {taken.source}",
+    )  # fmt: skip
 
 
 def _merged(parts: Sequence[KindEstimate]) -> KindEstimate:
@@ -139,4 +143,5 @@ def _merged(parts: Sequence[KindEstimate]) -> KindEstimate:
         sum(p.floor_us for p in parts),
         sum(p.launches for p in parts),
         "; ".join(dict.fromkeys(p.source for p in parts)),
+        "; ".join(dict.fromkeys(p.detail for p in parts)),
     )
