@@ -8,14 +8,14 @@ nothing else crosses. `k3c/artifact_dir.py` reads and writes the directory that 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from k3c.artifact_json import from_json as from_json
 from k3c.artifact_json import to_json as to_json
 
 FORMAT = "k3c-artifact"
-FORMAT_MAJOR = 2  # another major version is refused by name
+FORMAT_MAJOR = 3  # another major version is refused by name
 FORMAT_MINOR = 0
 ALIGN_BYTES = 64  # every buffer: a cache line, and what TVM's vector loads assume
 PART_BYTES = 1 << 24  # what a hash of a part of a large member covers
@@ -77,8 +77,8 @@ class Command:
 
     Attributes:
         kind: "launch" of a kernel; "copy" (args: to, from, bytes); "collective" (args: to, from,
-            bytes of this rank's part, ranks, this rank; an all_gather's result holds the parts in
-            order of rank); "wait" does nothing, but commands can wait for it.
+            bytes of this rank's part, ranks, this rank's place among them; an all_gather's result
+            holds the parts in order); "wait" does nothing, but commands can wait for it.
         kernel: A launch's kernel by its symbol; "all_reduce" or "all_gather" for a collective.
         args: What the kernel is called with, in order.
         reads: Ids of the buffers that it reads.
@@ -103,13 +103,25 @@ class Command:
 
 
 @dataclass(frozen=True)
+class RankAttr:
+    """A number that differs from rank to rank: `factor` times the place along a mesh axis."""
+
+    axis: str
+    factor: int
+
+
+@dataclass(frozen=True)
 class LayerCall:
-    """One call of a graph's commands: the layer index, its base in each space, its attributes."""
+    """One call of a graph's commands: the layer index, its base in each space, its attributes.
+
+    `rank_attrs` are attributes too; see `k3c/artifact_ranks.py`.
+    """
 
     graph: str
     layer: int
     bases: Mapping[str, int]
     attrs: Mapping[str, int]
+    rank_attrs: Mapping[str, RankAttr] = field(default_factory=dict[str, RankAttr])
 
 
 @dataclass(frozen=True)
@@ -130,13 +142,14 @@ class IoField:
 class Plan:
     """Everything that one step of one bucket does and where every byte of it lies.
 
+    It is the plan of all ranks of a pipeline stage, which have the same bytes in the same places.
     `commands` are per graph; a step runs them once for each entry of `calls`, in order.
     `space_bytes` are the sizes that the runtime allocates; `arena_lower_bound_bytes` is the largest
     set of arena bytes live at one time. `estimates` holds bytes, flops and launches of one step.
     """
 
     bucket: Bucket
-    rank: int
+    stage: int
     space_bytes: Mapping[str, int]
     arena_lower_bound_bytes: int
     buffers: tuple[Buffer, ...]
@@ -183,12 +196,14 @@ class Kernel:
 class SourceRange:
     """What a rank reads of a checkpoint tensor: indices start .. stop - 1 of dimension `dim`.
 
-    Indices past the tensor's end are zero. `dim` -1: all of it.
+    Indices past the tensor's end are zero. `dim` -1: all of it. With an `axis` these are the
+    indices of the first rank along that mesh axis; the next one's follow, as many.
     """
 
     dim: int
     start: int
     stop: int
+    axis: str = ""
 
 
 @dataclass(frozen=True)

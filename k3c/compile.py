@@ -70,7 +70,7 @@ class CompileOptions:
         candidates: Make an artifact for `k3c tune` instead of one to serve.
         buckets: Names of the buckets to compile, sorted out of all; empty: all.
         mesh: The ranks that share the model, as `tp=16,ep=16`; empty: one.
-        rank: Which of them to compile for.
+        rank: Which of them to pack weights for, and to load where nothing else is said.
         latent: `sharded` to share the latent projections of the experts too.
     """
 
@@ -128,7 +128,7 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
     with console.phase("plan"):
         buckets = _chosen(make_buckets(cache, target, options.max_num_batched_tokens), options)
         select = select_variants if options.candidates else _select
-        planned = _plan(select(result.module, buckets, target), cache, target, options.rank)
+        planned = _plan(select(result.module, buckets, target), cache, target)
         dims = {"S": cache.slots, "P": cache.pages}
         _check_fits(planned.plans, target, partial(smallest_mesh, config, module, dims, ctx))
     with writer:
@@ -136,9 +136,9 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
         has_tokenizer = _add_texts(writer, model, module, result)
         if source.checkpoint is not None:
             with console.phase("weights"):
-                _add_weights(writer, source.checkpoint, planned, console)
+                _add_weights(writer, source.checkpoint, planned, options.rank, console)
         info = _model_info(source, options.compute, has_tokenizer)
-        return writer.finish(_manifest(info, planned, kernels))
+        return writer.finish(_manifest(info, planned, options.rank, kernels))
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,11 @@ class _Planned:
     weights: tuple[WeightEntry, ...]
     requests: tuple[KernelRequest, ...]
 
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axes of the ranks that share the model, and their sizes."""
+        return dict(self.selections[0].module.mesh)
+
 
 def _chosen(buckets: tuple[Bucket, ...], options: CompileOptions) -> tuple[Bucket, ...]:
     """Return the buckets that the user wants.
@@ -255,9 +260,9 @@ def _select(module: Module, buckets: Sequence[Bucket], target: Target) -> list[S
     return [select_kernels(module, bucket, catalogue, target) for bucket in buckets]
 
 
-def _plan(selections: Sequence[Selected], cache: CacheInfo, target: Target, rank: int) -> _Planned:
+def _plan(selections: Sequence[Selected], cache: CacheInfo, target: Target) -> _Planned:
     """Plan every bucket."""
-    table = weight_table(selections, packed_nbytes, rank)
+    table = weight_table(selections, packed_nbytes)
     requests: dict[str, KernelRequest] = {}
     symbol_of = partial(_symbol, requests)
     plans = tuple(build_plan(schedule(s), table, symbol_of) for s in selections)
@@ -306,15 +311,16 @@ def _symbol(
 
 
 def _add_weights(
-    writer: ArtifactWriter, checkpoint: Checkpoint, planned: _Planned, console: Console
+    writer: ArtifactWriter, checkpoint: Checkpoint, planned: _Planned, rank: int, console: Console
 ) -> None:
-    """Pack every weight once into the layout that its kernels read."""
+    """Pack every weight of a rank once into the layout that its kernels read."""
     from k3c.weights import WeightPacker
 
     total_bytes = planned.plans[0].space_bytes["weights"]
     counter = console.count("weights", total_bytes)
     out = writer.start_weights(total_bytes)
-    WeightPacker(checkpoint, counter.add).write(planned.weights, out)
+    packer = WeightPacker(checkpoint, planned.mesh, rank, counter.add)
+    packer.write(planned.weights, out)
     writer.end_weights(out)
 
 
@@ -336,7 +342,9 @@ def pass_report(result: PipelineResult) -> str:
     return json.dumps(rows, sort_keys=True, indent=1) + "\n"
 
 
-def _manifest(model: ModelInfo, planned: _Planned, kernels: tuple[Kernel, ...]) -> Manifest:
+def _manifest(
+    model: ModelInfo, planned: _Planned, rank: int, kernels: tuple[Kernel, ...]
+) -> Manifest:
     """Return the manifest without its members, which the writer knows."""
     target, plans = planned.target, planned.plans
     return Manifest(
@@ -350,8 +358,8 @@ def _manifest(model: ModelInfo, planned: _Planned, kernels: tuple[Kernel, ...]) 
             target.name, target.kind, target.arch, target.features, target.min_driver
         ),
         cache=planned.cache,
-        mesh=dict(planned.selections[0].module.mesh),
-        rank=plans[0].rank,
+        mesh=planned.mesh,
+        rank=rank,
         buckets=tuple(plan.bucket for plan in plans),
         kernels=kernels,
         weights=planned.weights,

@@ -165,7 +165,7 @@ def _check_commands(plan: Plan) -> Iterator[Finding]:
                     yield Finding("known-buffer", f"{where}: buffer {name} is {owner[name]}'s")
             for arg in command.args:
                 for call in attrs.get(graph, []):
-                    if arg.layer_attr and arg.layer_attr not in call.attrs:
+                    if arg.layer_attr and arg.layer_attr not in {**call.attrs, **call.rank_attrs}:
                         text = f"{where}: layer {call.layer} has no attribute {arg.layer_attr!r}"
                         yield Finding("layer-attribute", text)
     yield from (Finding("order", text) for text in unknown_waits(plan))
@@ -215,7 +215,8 @@ def _good_collective(command: Command, sizes: Mapping[str, int]) -> bool:
         return False
     parts = ranks.value if command.kernel == "all_gather" else 1
     held = nbytes.value <= sizes[source.buffer] and nbytes.value * parts <= sizes[to.buffer]
-    return held and nbytes.value >= 0 and 0 <= rank.value < ranks.value
+    placed = bool(rank.layer_attr) or 0 <= rank.value < ranks.value
+    return held and nbytes.value >= 0 and placed
 
 
 def _placed(plan: Plan, space: str) -> Iterator[_Range]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from k3c.artifact import WeightEntry
+from k3c.artifact_ranks import weight_of_rank
 from k3c.artifact_writer import WeightsWriter
 from k3c.codegen.template import pack
 from k3c.ir.types import DTYPES, Layout, TensorType
@@ -25,10 +26,14 @@ class WeightPacker:
 
     Attributes:
         checkpoint: Where the tensors come from.
+        mesh: Axes and sizes of the ranks that share the model.
+        rank: Which of them to pack for.
         advance: Called with the bytes of each packed weight.
     """
 
     checkpoint: Checkpoint
+    mesh: Mapping[str, int]
+    rank: int
     advance: Callable[[int], None]
 
     def write(self, entries: Sequence[WeightEntry], out: WeightsWriter) -> None:
@@ -39,7 +44,7 @@ class WeightPacker:
         """
         for entry in sorted(entries, key=lambda e: e.offset):
             kind = TensorType(DTYPES[entry.dtype], entry.shape, Layout(entry.layout))
-            data = pack(kind, self.arrays(entry))
+            data = pack(kind, self.arrays(weight_of_rank(entry, self.mesh, self.rank)))
             assert data.nbytes == entry.nbytes, (
                 f"{entry.name} packs to {data.nbytes} bytes, planned {entry.nbytes}"
             )

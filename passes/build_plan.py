@@ -19,6 +19,7 @@ from k3c.artifact import (
     IoField,
     LayerCall,
     Plan,
+    RankAttr,
     Space,
     aligned,
 )
@@ -27,7 +28,7 @@ from k3c.ir.graph import Call, Graph, LayerAttr, Module, Node
 from k3c.ir.ops import COLLECTIVES
 from k3c.passes import plan_memory
 from k3c.passes.assign_buffers import Assignment, Boundary, Storage, assign, in_place
-from k3c.passes.collective_commands import Place, collective_commands
+from k3c.passes.collective_commands import collective_commands, place_attrs
 from k3c.passes.schedule import Scheduled
 from k3c.passes.select_kernels import Selected
 from k3c.passes.weight_table import WeightTable
@@ -75,8 +76,7 @@ def run(scheduled: Scheduled, weights: WeightTable, kernel_symbol: KernelSymbol)
     selected = scheduled.selected
     module = selected.module
     boundary = Boundary.of(module, selected.state_spaces)
-    place = Place(dict(module.mesh), weights.rank)
-    build = _Builder(boundary, selected, kernel_symbol, place)
+    build = _Builder(boundary, selected, kernel_symbol, dict(module.mesh))
     bodies = {graph.name: build.body(graph) for graph in module.graphs}
     _refuse_lost_carries(module, bodies)
     steps = _step_storages(bodies)
@@ -86,12 +86,12 @@ def run(scheduled: Scheduled, weights: WeightTable, kernel_symbol: KernelSymbol)
     step_buffers = _step_buffers(steps, {**arena.offsets, **io_offsets}, bodies)
     plan = Plan(
         bucket=selected.bucket,
-        rank=weights.rank,
+        stage=0,
         space_bytes=_space_bytes(weights.total_bytes, arena.height_bytes, state, io_bytes),
         arena_lower_bound_bytes=arena.lower_bound_bytes,
         buffers=(*step_buffers, *_own_buffers(bodies, state, weights, arena.offsets)),
         commands={name: body.commands for name, body in bodies.items()},
-        calls=tuple(_call(c, state, weights) for c in module.schedule),
+        calls=tuple(_call(c, module.graph(c.graph), state, weights) for c in module.schedule),
         io=_io_fields(steps, bodies, boundary),
         entry=_entry(selected),
         estimates=_estimates(selected),
@@ -118,7 +118,7 @@ class _Builder:
     boundary: Boundary
     selected: Selected
     kernel_symbol: KernelSymbol
-    place: Place
+    mesh: Mapping[str, int]
 
     def body(self, graph: Graph) -> _Body:
         """Return the commands of a graph and the scratch that they use."""
@@ -131,7 +131,7 @@ class _Builder:
         commands: list[Command] = []
         for node in graph.nodes:
             if node.op in COLLECTIVES:
-                commands += collective_commands(node, assignment, self.place)
+                commands += collective_commands(node, assignment, self.mesh)
             else:
                 commands += self._launches(graph, node, assignment, scratch)
         commands += [_copy(to, source, assignment) for to, source in assignment.copies]
@@ -349,11 +349,13 @@ def _own_buffers(
     return found
 
 
-def _call(call: Call, state: _StateTable, weights: WeightTable) -> LayerCall:
+def _call(call: Call, graph: Graph, state: _StateTable, weights: WeightTable) -> LayerCall:
     place = call.graph, call.layer
     bases: dict[str, int] = {"weights": weights.bases[place]}
     bases |= {str(space): base for space, base in state.bases.get(place, {}).items()}
-    return LayerCall(call.graph, call.layer, bases, call.at(weights.rank))
+    own = {name: RankAttr(axis, factor) for name, (axis, factor) in call.rank_attrs.items()}
+    rank_attrs = {**own, **place_attrs(graph)}
+    return LayerCall(call.graph, call.layer, bases, dict(call.attrs), rank_attrs)
 
 
 def _io_fields(

@@ -37,25 +37,20 @@ class WeightTable:
         total_bytes: Size of space weights.
         bases: Base of each (graph, layer).
         places: Place of each (graph, value).
-        rank: Whose parts of the sources they are.
     """
 
     entries: tuple[WeightEntry, ...]
     total_bytes: int
     bases: Mapping[tuple[str, int], int]
     places: Mapping[tuple[str, str], WeightPlace]
-    rank: int
 
 
-def weight_table(
-    selections: Sequence[Selected], packed_bytes: PackedBytes, rank: int = 0
-) -> WeightTable:
-    """Lay out the weights of all buckets together.
+def weight_table(selections: Sequence[Selected], packed_bytes: PackedBytes) -> WeightTable:
+    """Lay out the weights of all buckets together, the same way on every rank.
 
     Args:
         selections: One for each bucket; their weights must agree.
         packed_bytes: Bytes of a weight in its type's layout, padding included.
-        rank: Whose parts of sharded sources to take.
 
     Raises:
         PassError: Two buckets want a weight in different layouts.
@@ -68,10 +63,10 @@ def weight_table(
         for call in selected.module.schedule:
             calls.setdefault((call.graph, call.layer), call)
     times = Counter(graph for graph, _ in calls)
-    work = _Table(packed_bytes, rank)
+    work = _Table(packed_bytes)
     for call in calls.values():
         work.add(graphs[call.graph], call.layer, times[call.graph] > 1)
-    return WeightTable(tuple(work.entries), work.cursor, work.bases, work.places, rank)
+    return WeightTable(tuple(work.entries), work.cursor, work.bases, work.places)
 
 
 # The key is global: which tensors, which part of each, in which layout.
@@ -84,7 +79,6 @@ class _Table:
     """The table while it grows."""
 
     packed_bytes: PackedBytes
-    rank: int
     cursor: int = 0
     entries: list[WeightEntry] = field(default_factory=list[WeightEntry])
     bases: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
@@ -118,7 +112,7 @@ class _Table:
             offset=self.cursor,
             nbytes=nbytes,
             padding_bytes=max(0, nbytes - kind.nbytes),
-            ranges=tuple(weight_range(shard, self.rank) for shard in weight.shards),
+            ranges=tuple(map(weight_range, weight.shards)),
         )
         self.entries.append(entry)
         base = self.bases[graph.name, layer]
@@ -126,11 +120,11 @@ class _Table:
         return WeightPlace(entry.offset - base, nbytes, per_layer)
 
 
-def weight_range(shard: Shard | None, rank: int) -> SourceRange:
-    """Return what a rank reads of a source; every axis of a mesh runs over all ranks."""
+def weight_range(shard: Shard | None) -> SourceRange:
+    """Return what the first rank of a shard's axis reads of a source."""
     if shard is None:
         return SourceRange(-1, 0, 0)
-    return SourceRange(shard.dim, shard.size * rank, shard.size * (rank + 1))
+    return SourceRange(shard.dim, 0, shard.size, shard.axis)
 
 
 def _of_layer(source: str, layer: int, graph: str) -> str:

@@ -18,7 +18,8 @@ from typing import Literal
 from k3c import artifact_dir
 from k3c.artifact import SPACES, Manifest, Plan
 from k3c.artifact_dir import TOKENIZER_FOLDER, WEIGHTS_FILE, is_hashed
-from k3c.errors import ArtifactError, DeviceFault
+from k3c.artifact_ranks import plan_of_rank, rank_count
+from k3c.errors import ArtifactError, ConfigError, DeviceFault
 from k3c.plan_check import Finding, check, check_together
 from k3c.runtime.driver.driver import (
     Collectives,
@@ -46,6 +47,7 @@ class LoadOptions:
         executor: "whole" makes a step with one call; "command" makes every launch from here.
         device: Which of the machine's devices, counted from 0.
         collectives: "local" measures one rank alone; "none" refuses plans that need other ranks.
+        rank: Which rank of the artifact's mesh this process is; None: the manifest's.
         run_ahead: Start a decode step before the tokens of the one before are read, where the
             device can.
         say: Takes a line of progress; a load of seconds gives none.
@@ -55,6 +57,7 @@ class LoadOptions:
     executor: HowToRun = "whole"
     device: int = 0
     collectives: Collectives = "none"
+    rank: int | None = None
     run_ahead: bool = True
     say: Callable[[str], None] = say_to_stderr
 
@@ -130,7 +133,10 @@ def load_artifact(directory: Path, options: LoadOptions) -> Loaded:
         later = (WEIGHTS_FILE,) if driver.hashes_weights and in_parts else ()
         artifact_dir.verify(directory, manifest, options.verify, later)
     with clock.phase("plans"):
-        plans = _read_plans(directory, manifest)
+        rank = chosen_rank(manifest, options.rank)
+        plans = [
+            plan_of_rank(plan, manifest.mesh, rank) for plan in _read_plans(directory, manifest)
+        ]
         _refuse_collectives(plans, options)
     with clock.phase("memory"):
         memory = _make_memory(directory, manifest, driver, options)
@@ -144,6 +150,23 @@ def load_artifact(directory: Path, options: LoadOptions) -> Loaded:
     return Loaded(
         directory, manifest, buckets, memory, tokenizer, seconds, ahead, failed, driver.close
     )
+
+
+def chosen_rank(manifest: Manifest, rank: int | None) -> int:
+    """Return the rank that a process is.
+
+    Args:
+        manifest: Of the artifact.
+        rank: What the caller says; None: the manifest's.
+
+    Raises:
+        ConfigError: The artifact's mesh has no such rank.
+    """
+    count = rank_count(manifest.mesh)
+    chosen = manifest.rank if rank is None else rank
+    if not 0 <= chosen < count:
+        raise ConfigError(f"rank {chosen} of {count}", "rank", f"take one of 0..{count - 1}")
+    return chosen
 
 
 def _require_weights(manifest: Manifest, directory: Path) -> None:

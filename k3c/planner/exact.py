@@ -91,7 +91,7 @@ class Planner:
             CodegenError: No kernel implements a node.
         """
         selections = tuple(self.select(mesh, stage, bucket) for bucket in buckets)
-        table = weight_table(selections, packed_nbytes, 0)
+        table = weight_table(selections, packed_nbytes)
         plans = tuple(build_plan(schedule(s), table, _symbol) for s in selections)
         return StagePlans(selections, table, plans)
 

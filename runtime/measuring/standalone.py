@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from k3c import artifact_dir
 from k3c.artifact import SPACES, Manifest, Plan, aligned
+from k3c.artifact_ranks import plan_of_rank
 from k3c.errors import ConfigError
 from k3c.runtime.binding import Bound
 from k3c.runtime.driver.gpu import GpuDriver
@@ -76,7 +77,8 @@ class Standalone:
         Raises:
             ArtifactError: It is damaged.
         """
-        return artifact_dir.read_plan(self._directory, bucket)
+        plan = artifact_dir.read_plan(self._directory, bucket)
+        return plan_of_rank(plan, self.manifest.mesh, self.manifest.rank)
 
     def prepare(self, plan: Plan, fill: Fill) -> list[Bound]:
         """Fill a bucket's inputs, run it once, and return its commands.

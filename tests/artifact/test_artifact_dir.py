@@ -130,7 +130,7 @@ def test_deep_json_is_refused(artifact):
 
 def test_a_newer_major_version_names_both_versions_and_the_writer(artifact):
     edit_manifest(artifact, lambda m: m.update(major=9, k3c_version="9.1", new_field=1))
-    with pytest.raises(ArtifactError, match=r"k3c-artifact 9, this k3c reads 2.*use k3c 9.1"):
+    with pytest.raises(ArtifactError, match=r"k3c-artifact 9, this k3c reads 3.*use k3c 9.1"):
         read_manifest(artifact)
 
 

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from k3c.artifact import FORMAT_MAJOR
 from k3c.artifact_dir import MAX_JSON_BYTES
 
 VERBS = (
@@ -129,9 +130,11 @@ def test_a_foreign_format(artifact, refused):
 
 
 def test_a_newer_format_names_both_versions_and_who_wrote_it(artifact, refused):
-    edit_manifest(artifact, lambda m: m.update(major=3, k3c_version="9.1.0", shiny="new"))
+    edit_manifest(
+        artifact, lambda m: m.update(major=FORMAT_MAJOR + 1, k3c_version="9.1.0", shiny="new")
+    )
     line = refused()
-    assert "k3c-artifact 3, this k3c reads 2" in line
+    assert f"k3c-artifact {FORMAT_MAJOR + 1}, this k3c reads {FORMAT_MAJOR}" in line
     assert "9.1.0" in line
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from k3c.artifact_dir import read_manifest, read_plan
+from k3c.artifact_ranks import plan_of_rank
 
 K3 = Path(__file__).parents[1] / "data/configs/kimi-k3-config.json"
 
@@ -57,10 +58,14 @@ def test_a_rank_of_a_config_alone_is_inspected_and_not_served(run, refuse, toy, 
     assert not manifest.model.has_weights
     plan = read_plan(output, "decode.b1")
     commands = [c for graph in plan.commands.values() for c in graph if c.kind == "collective"]
-    assert {(c.kernel, c.args[3].value, c.args[4].value) for c in commands} == {
-        ("all_reduce", 2, 1),
-        ("all_gather", 2, 1),
+    assert {(c.kernel, c.args[3].value, c.args[4].layer_attr) for c in commands} == {
+        ("all_reduce", 2, "tp_place"),
+        ("all_gather", 2, "tp_place"),
     }
+    assert all(
+        call.attrs["tp_place"] == 1
+        for call in plan_of_rank(plan, manifest.mesh, manifest.rank).calls
+    )
     report = json.loads(run("inspect", output, "--json")[1])
     assert (report["mesh"], report["rank"]) == ({"tp": 2, "ep": 2}, 1)
     text = run("inspect", output)[1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from k3c.artifact import WeightEntry
+from k3c.artifact_ranks import weight_of_rank
 from k3c.errors import CheckpointError
 from k3c.export.exporter import export_model
 from k3c.ir.graph import Shard
@@ -87,15 +88,17 @@ def test_long_parts_of_rows_are_read_row_by_row(tmp_path):
 def test_the_packer_reads_what_the_ranks_of_the_ir_hold(checkpoint, mesh):
     module = export_model(checkpoint.config, "bf16", checkpoint.dtype)
     sharded = shard.run(module, PassContext(TARGET, catalogue(""), mesh=mesh))
-    packer, source = WeightPacker(checkpoint, lambda _: None), from_checkpoint(checkpoint)
+    axes, rank = dict(mesh.axes), mesh.ranks - 1
+    packer = WeightPacker(checkpoint, axes, rank, lambda _: None)
+    source = from_checkpoint(checkpoint)
     for graph, layer in (("kda_dense", 0), ("kda_moe", 1), ("mla_moe", 2), ("head", -1)):
         for weight in sharded.graph(graph).weights:
-            rank = mesh.ranks - 1
             entry = WeightEntry(
                 weight.value.name, layer, weight.sources, weight.value.type.dtype.name,
                 weight.value.type.sizes, "row_major", 0, 0, 0,
-                tuple(weight_range(s, rank) for s in weight.shards),
+                tuple(map(weight_range, weight.shards)),
             )  # fmt: skip
+            entry = weight_of_rank(entry, axes, rank)
             want = rank_weight(source, weight, layer, rank)
             wants = want if isinstance(want, tuple) else (want,)
             for got, tensor in zip(packer.arrays(entry), wants, strict=True):
