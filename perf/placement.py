@@ -39,7 +39,7 @@ LOADS: dict[str, Make] = {
     "zipf 1.01 capped": lambda n: made_up.zipf(n, EXPERTS, TOP_K, 1.01),
 }
 TRAFFIC = {"steady": None, "16 topics, 0.7": (16, 0.7), "64 topics, 2.0": (64, 2.0)}
-BATCHES, DECODES = 12, 32
+BATCHES, DECODES = 8, 32
 REQUESTS, TOKENS_EACH = 32, 128  # a prefill step of 4096 tokens
 
 

@@ -19,7 +19,7 @@ from k3c.placement.loads import ExpertLoad, Floats
 from k3c.placement.state import Ints
 
 BATCHES = (8, 64)  # tokens of a decode step; at 1 the expected experts are the load itself
-FACTORS = 24  # directions kept of the covariance of co-activation
+FACTORS = 64  # directions kept of what was seen in steps and pairs
 _ROUNDS = 4  # of the subspace iteration that finds them
 
 
@@ -33,11 +33,22 @@ def features(load: ExpertLoad, count: Ints, ranks: int) -> Floats:
     """
     share = load.token_shares
     columns = [_experts_read(share, count, ranks, batch)[..., None] for batch in BATCHES]
+    seen: list[Floats] = []
     if load.steps is not None and load.steps.shape[1] > 1:
-        columns.append(_drift(load.steps, ranks) / count[..., None])
+        seen.append(_drift(load.steps, ranks) / count[..., None])
     if load.pairs is not None:
-        columns.append(_together(load, count, ranks))
+        seen.append(_together(load, count, ranks))
+    if seen:
+        columns.append(_strongest(np.concatenate(seen, axis=2)))
     return np.concatenate(columns, axis=2)
+
+
+def _strongest(columns: Floats) -> Floats:
+    """Turn columns so that few hold most of the squares, and keep these; the rest is chance."""
+    if columns.shape[2] <= FACTORS:
+        return columns
+    vectors = np.linalg.eigh(np.swapaxes(columns, 1, 2) @ columns)[1]
+    return columns @ vectors[..., -FACTORS:]
 
 
 def _experts_read(share: Floats, count: Ints, ranks: int, batch: int) -> Floats:

@@ -26,7 +26,7 @@ LEVEL_SWEEPS = 12
 # A batch of 4096 tokens over 16 ranks differs by 2 % from its mean: a tenth of that is free where
 # steps or pairs say what to do with it.
 REFINE_SWEEPS, SLACK = 8, 0.0005
-SEEN_SWEEPS, SEEN_SLACK = 24, 0.002
+SEEN_SWEEPS, SEEN_SLACK = 64, 0.002
 _CHUNK_LAYERS = 16  # what one thread works on: bounds memory, keeps the arrays in the cache
 
 
