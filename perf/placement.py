@@ -30,7 +30,7 @@ from perf import eplb
 EXPERTS, TOP_K = 896, 16
 Make = Callable[[Sequence[int]], ExpertLoad]
 WHOLE = range(1, 93)
-JUDGED = range(1, 5)  # layers of the drawn batches
+JUDGED = range(1, 4)  # layers of the drawn batches
 MESHES = [(ranks, spare) for ranks in (16, 64, 72) for spare in (0, 1)]
 LOADS: dict[str, Make] = {
     "balanced, 4096-token sample": lambda n: made_up.balanced(n, EXPERTS, TOP_K, 4096),

@@ -20,7 +20,7 @@ from k3c.placement.loads import ExpertLoad, Floats
 from k3c.placement.pack import first_state, published_worst
 from k3c.placement.placement import Placement, check_counts
 from k3c.placement.state import Indices, State, normalised, to_placement
-from k3c.placement.swap import Goal, level, refine
+from k3c.placement.swap import Goal, level, press, refine
 
 LEVEL_SWEEPS = 12
 # A batch of 4096 tokens over 16 ranks differs by 2 % from its mean: a tenth of that is free where
@@ -107,4 +107,6 @@ def _level_best(rows: Floats, theirs: Floats, islands: Indices, slots: int) -> S
         better = other.worst() < state.worst()[behind]
         state.slots[behind[better]] = other.slots[better]
         state.count[behind[better]] = other.count[better]
+    for layer in np.flatnonzero(state.worst() > 1 + SLACK):
+        press(state, int(layer))
     return state

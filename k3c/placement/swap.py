@@ -79,6 +79,32 @@ def level(state: State, islands: Indices, sweeps: int, seed: int = 0) -> None:
         _exchange(state, held, pairs, cost, np.abs(gap) - _EPS)
 
 
+def press(state: State, layer: int) -> None:
+    """Lower the busiest rank of one layer by exchanges with any rank, until none helps.
+
+    For a layer with an expert that is too heavy for any rank: its rank should hold the lightest
+    others, which may lie anywhere. Only experts without replicas move.
+
+    Args:
+        state: Changed in place.
+        layer: Position of the layer.
+    """
+    each, slots = state.each[layer], state.slots[layer]
+    single = state.count[layer][slots] == 1
+    for _ in range(4 * slots.shape[1]):
+        loads = each[slots].sum(axis=1)
+        busy = int(loads.argmax())
+        # [i, rank, j]: slot i of the busy rank for slot j of another.
+        moved = each[slots[busy]][:, None, None] - each[slots][None]
+        after = np.maximum(loads[busy] - moved, loads[None, :, None] + moved)
+        after = np.where(single[busy][:, None, None] & single[None], after, np.inf)
+        after[:, busy] = np.inf
+        i, rank, j = np.unravel_index(int(after.argmin()), after.shape)
+        if after[i, rank, j] >= loads[busy] - _EPS:
+            return
+        slots[busy, i], slots[rank, j] = slots[rank, j], slots[busy, i]
+
+
 @dataclass(frozen=True)
 class Goal:
     """What `refine` improves, and what it keeps.
