@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OUT ?= out
 DEMO := $(OUT)/demo-cpu
 
-.PHONY: help setup check test demo bless size bench docs clean
+.PHONY: help setup check test demo bless budgets bless-budgets size bench docs clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,12 @@ demo: setup ## compile models/k3-demo for this CPU and stream a completion
 
 bless: setup ## rewrite the expected part of one pass case: make bless CASE=tests/passes/...k3t
 	K3C_BLESS=$(CASE) $(BIN)/python -m pytest tests/passes -k cases
+
+budgets: setup ## compare the numbers of every plan with what was agreed (perf/budgets)
+	$(BIN)/python perf/budgets.py
+
+bless-budgets: setup ## agree to moved numbers of plans: make bless-budgets WHY="one launch less a layer"
+	$(BIN)/python perf/budgets.py --bless "$(WHY)"
 
 size: setup ## files and lines by folder, largest file and function
 	$(BIN)/python tests/support/size_table.py
