@@ -125,10 +125,10 @@ def transfer(
     if others:
         return _mean(others, like)
     # A device without public rows may change as much as any device does; nothing says which way.
-    widest = max(
-        max(c.latency, 1 / c.latency, c.share, 1 / c.share) for c in _all_changes(left_out)
-    )
-    return Transfer(1.0, 1.0, widest - 1 + 0.25, f"no public kernel ran on {device} and {other}")
+    seen = _all_changes(left_out)
+    assert seen, "no public kernel ran on two devices"
+    widest = max(max(c.latency, 1 / c.latency, c.share, 1 / c.share) for c in seen)
+    return Transfer(1.0, 1.0, widest - 1, f"no public kernel ran on {device} and {other}")
 
 
 def lookup(
