@@ -129,7 +129,7 @@ def _message(message: Message, mesh: Mesh, topology: Topology, rank: int) -> Kin
     taken = choose(message.kind, message.nbytes, group(mesh, message.axis, rank), topology)
     count = message.count
     return KindEstimate(
-        message.kind, taken.us * count, taken.low_us * count, taken.high_us * count, 0.0, count,
+        message.op, taken.us * count, taken.low_us * count, taken.high_us * count, 0.0, count,
         "public measurements of collectives", f"{taken.implementation}: {taken.source}",
     )  # fmt: skip
 

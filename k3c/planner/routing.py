@@ -74,6 +74,17 @@ class Routing:
         )
 
 
+def routing_of(tokens: Sequence[float], homes: Sequence[Sequence[int]]) -> Routing:
+    """Return the routing of a measured load under a placement.
+
+    Args:
+        tokens: Tokens that each logical expert of a layer got; their sum is not 0.
+        homes: The logical experts of each rank, as `Placement.layers` has them.
+    """
+    total = sum(tokens)
+    return Routing(tuple(n / total for n in tokens), tuple(map(tuple, homes)))
+
+
 @cache
 def _contiguous(total: int, local: int) -> tuple[tuple[int, ...], ...]:
     """Return bands of experts; the last ones wrap around where slots are left over."""

@@ -16,7 +16,11 @@ from k3c.targets.collectives import CollectiveKind
 from k3c.targets.target import Target
 
 Phase = Literal["decode", "prefill"]
-_GATHERS = ("all_gather", "dispatch")
+# What the collectives of the IR are called where they are estimated.
+_KINDS: Mapping[str, CollectiveKind] = {
+    "dispatch_tokens": "dispatch",
+    "combine_tokens": "combine",
+}
 # Operands of a grouped GEMM, by index: its weights, and the experts that the tokens chose.
 _WEIGHTS, _CHOSEN = 1, 3
 
@@ -55,12 +59,14 @@ class Message:
     """Equal collectives of a step.
 
     Attributes:
-        kind: The op.
+        op: The op.
+        kind: What `k3c.targets.collectives` calls it.
         axis: The mesh axis that it runs along.
         nbytes: Bytes of the whole tensor, as `k3c.targets.collectives` counts them.
         count: How often a step does it.
     """
 
+    op: str
     kind: CollectiveKind
     axis: str
     nbytes: int
@@ -138,6 +144,7 @@ def _visible(dims: Mapping[str, int], node: Node, phase: Phase, context_tokens: 
 
 
 def _message(node: Node, count: int) -> Message:
-    whole = node.results if node.op in _GATHERS else node.operands
-    nbytes = sum(value.type.nbytes for value in whole)
-    return Message(cast("CollectiveKind", node.op), str(node.attrs["axis"]), nbytes, count)
+    # Operands or results hold the whole tensor, the others a rank's part of it.
+    nbytes = max(sum(value.type.nbytes for value in side) for side in (node.operands, node.results))
+    kind = _KINDS.get(node.op) or cast("CollectiveKind", node.op)
+    return Message(node.op, kind, str(node.attrs["axis"]), nbytes, count)

@@ -168,6 +168,14 @@ def test_attention_reads_the_context_that_there_is():
     assert times == sorted(times)
 
 
+def test_a_message_has_the_bytes_of_the_whole_tensor():
+    # Two data ranks: a row of each goes to all, and comes back.
+    one, both = value("x", "bf16", 1, 3584), value("y", "bf16", 2, 3584)
+    gather = Node("all_gather", (one,), (both,), {"axis": "tp"})
+    _, (message,) = work_of(selected([gather], [None]), Conditions())
+    assert (message.kind, message.nbytes, message.count) == ("all_gather", 2 * 3584 * 2, 1)
+
+
 def test_collectives_run_over_the_ranks_of_their_axis():
     mesh = Mesh(tp=2, ep=4, dp=2, pp=2)
     # Rank 5 is the second of its group of heads, in the first data rank of the second stage.

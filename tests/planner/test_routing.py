@@ -2,7 +2,7 @@
 
 import pytest
 
-from k3c.planner.routing import Routing
+from k3c.planner.routing import Routing, routing_of
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,11 @@ def test_experts_grow_with_tokens_and_never_beyond_those_of_the_rank():
     found = [Routing().experts(t, 16, 896, 56) for t in (1, 2, 8, 64, 512, 8192)]
     assert found == sorted(found)
     assert found[-1] <= 56
+
+
+def test_a_load_and_a_placement_give_the_routing():
+    found = routing_of([30, 10, 0, 0], [[0, 1], [2, 3]])
+    assert found.shares == (0.75, 0.25, 0, 0)
+    # Everything goes to the first rank.
+    assert found.rows(100, 1, 4, 2) == pytest.approx(100)
+    assert found.experts(100, 1, 4, 2) == pytest.approx(2, abs=0.01)
