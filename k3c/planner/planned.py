@@ -12,10 +12,12 @@ from k3c.planner.capacity import StageLedger, open_ledger
 from k3c.planner.describe import gib, ms
 from k3c.planner.exact import make_planner
 from k3c.planner.problem import Problem
-from k3c.planner.search import SHORT_LIST, Quick
+from k3c.planner.search import MESSAGE_US, SHORT_LIST, Quick
 from k3c.planner.timing import Clock, Pace, Wants, pace, speed
 from k3c.targets.mesh import Mesh
 
+# Of two ways to share a part, the one that reads so much longer is not estimated node by node.
+CLEARLY_SLOWER_US = 20 * MESSAGE_US
 CHOICES = ("latent", "shared", "vocabulary")
 
 
@@ -145,11 +147,17 @@ def _toggle(desk: Desk, timed: Timed, name: str) -> tuple[Timed, Choice]:
     broken = problems(desk.problem.config, mesh)
     if broken:
         return timed, Choice(name, here, f"{there} is not possible: {broken[0]}")
-    other = desk.time_mesh(mesh)
-    if other.quick.free_bytes < 0:
+    by_form = search.evaluate(desk.problem, mesh)
+    memory = by_form.free_bytes - timed.quick.free_bytes
+    slower_us = by_form.decode_us - timed.quick.decode_us
+    if by_form.free_bytes < 0:
         return timed, Choice(name, here, f"{there} does not fit")
+    if memory < 0 and slower_us > CLEARLY_SLOWER_US:
+        # No message that it saves makes up for the bytes that it reads.
+        why = f"{there} reads {ms(slower_us)} more a token and is {gib(-memory)} a rank larger"
+        return timed, Choice(name, here, why)
+    other = desk.time(by_form)
     saved = timed.pace.tpot_us.value - other.pace.tpot_us.value
-    memory = other.quick.free_bytes - timed.quick.free_bytes
     better = desk.score(other) < desk.score(timed)
     taken, value, left = (other, there, here) if better else (timed, here, there)
     sign = 1 if better else -1

@@ -23,7 +23,7 @@ TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 PP_SIZES = (1,)  # the compiler has no pipeline stages yet
 MOST_DATA_RANKS = 1  # nor data-parallel ranks
 # Of the meshes that closed forms allow, so many are estimated node by node.
-SHORT_LIST = 5
+SHORT_LIST = 4
 # One message of a decode step between a few GPUs, microseconds: the best public rows of an
 # all-reduce of one token, 2.6 us on two H200s to 4.2 us on four GB300s.
 MESSAGE_US = 4.2
