@@ -15,6 +15,7 @@ from k3c.artifact_json import from_json, to_json
 FORMAT = "k3c-plan 1"
 Goal = Literal["latency", "throughput", "fit"]
 Source = Literal["quick", "exact"]
+Seen = Literal["quick", "timed", "exact"]
 
 
 @dataclass(frozen=True)
@@ -322,7 +323,8 @@ class Candidate:
         tpot_us: Time per output token; 0: not estimated.
         gpu_milli: Thousandths of tokens per second and GPU; 0: not estimated.
         why: Why it was taken or not, in a line.
-        source: `quick`: by closed forms; `exact`: by a plan.
+        source: `quick`: closed forms, the time a floor; `timed`: its time is an estimate node by
+            node; `exact`: planned as well.
     """
 
     name: str
@@ -334,7 +336,7 @@ class Candidate:
     tpot_us: int
     gpu_milli: int
     why: str
-    source: Source
+    source: Seen
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from k3c import __version__
-from k3c.planner.answer import FORMAT, Answer, Candidate, Choice
+from k3c.planner.answer import FORMAT, Answer, Candidate, Choice, Seen
 from k3c.planner.capacity import bucket_lines
 from k3c.planner.changes import largest_changes
 from k3c.planner.describe import (
@@ -25,10 +25,10 @@ from k3c.planner.planned import Desk, Planned, Timed
 from k3c.planner.refusing import verdict
 from k3c.planner.search import Quick
 
-Seen = tuple[Sequence[Timed], Sequence[Quick]]
+Met = tuple[Sequence[Timed], Sequence[Quick]]
 
 
-def assemble(desk: Desk, planned: Planned, choices: tuple[Choice, ...], seen: Seen) -> Answer:
+def assemble(desk: Desk, planned: Planned, choices: tuple[Choice, ...], seen: Met) -> Answer:
     """Return the answer.
 
     Args:
@@ -84,7 +84,7 @@ def _fits(answer: Answer) -> str:
     )
 
 
-def _why(desk: Desk, planned: Planned, seen: Seen) -> str:
+def _why(desk: Desk, planned: Planned, seen: Met) -> str:
     """Say why this mesh."""
     if desk.problem.mesh is not None:
         return "named by --mesh"
@@ -104,7 +104,7 @@ def _why(desk: Desk, planned: Planned, seen: Seen) -> str:
     return f"{times[0]} a token, next {next_name} {times[1]}; {count} meshes fit"
 
 
-def _candidates(seen: Seen, planned: Planned) -> tuple[Candidate, ...]:
+def _candidates(seen: Met, planned: Planned) -> tuple[Candidate, ...]:
     """Return the taken mesh, then the timed ones, then the best of the rest by closed forms."""
     timed, ranked = seen
     taken = planned.timed
@@ -112,19 +112,17 @@ def _candidates(seen: Seen, planned: Planned) -> tuple[Candidate, ...]:
     mine = {short_name(taken.mesh)}
     for other in timed:
         if short_name(other.mesh) not in mine:
-            rows.append(_timed(other, "timed node by node: worse for the goal", "quick"))
+            rows.append(_timed(other, "timed node by node: worse for the goal", "timed"))
             mine.add(short_name(other.mesh))
     rest = [q for q in ranked if short_name(q.mesh) not in mine]
     rows += [candidate(q, "worse for the goal by closed forms") for q in rest]
     return tuple(rows[:SHOWN_CANDIDATES])
 
 
-def _timed(timed: Timed, why: str, source: str) -> Candidate:
-    found = candidate(timed.quick, why)
-    assert source in ("quick", "exact"), source
+def _timed(timed: Timed, why: str, source: Seen) -> Candidate:
     return replace(
-        found,
+        candidate(timed.quick, why),
         tpot_us=timed.pace.tpot_us.value,
         gpu_milli=timed.pace.gpu_milli.value,
-        source="exact" if source == "exact" else "quick",
+        source=source,
     )

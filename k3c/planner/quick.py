@@ -25,7 +25,7 @@ F32_BYTES = 4
 BF16_BYTES = 2
 I32_BYTES = 4
 ACT_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4}
-TILE_ROWS = 16  # rows of a tile of a packed projection on a GPU
+TILE_ROWS, TILE_COLUMNS = 16, 128  # of a packed matrix on a GPU; columns count for experts
 KINDS = (
     "kda", "mla", "router", "latent", "shared", "experts", "dense", "embed", "head", "norms",
 )  # fmt: skip
@@ -185,10 +185,11 @@ def token_bytes(part: Part, act_bytes: int) -> int:
     return part.mla_layers * part.config.kv_row * act_bytes
 
 
-def row_padding_bytes(part: Part) -> int:
-    """Return what GPU layouts add to the weights: fused projections fill whole tiles of rows.
+def layout_padding_bytes(part: Part) -> int:
+    """Return what GPU layouts add to the weights: matrices fill whole tiles.
 
-    Projections that read the same rows are one matrix; its rows are rounded up to a tile's.
+    Projections that read the same rows are one matrix, whose rows are rounded up; the experts'
+    matrices are rounded up along both dimensions.
     """
     config, mesh = part.config, part.mesh
     width, heads = config.kda_width // mesh.tp, config.kda_num_heads // mesh.tp
@@ -203,7 +204,20 @@ def row_padding_bytes(part: Part) -> int:
     }
     layers = kind_layers(part)
     added = sum(-count % TILE_ROWS * layers[kind] for kind, count in rows.items())
-    return added * config.hidden_size * BF16_BYTES
+    experts = _expert_padding(config, mesh) * part.physical_experts * layers["experts"]
+    return added * config.hidden_size * BF16_BYTES + experts
+
+
+def _expert_padding(config: TextConfig, mesh: Mesh) -> int:
+    """Return what the tiles of one expert's two matrices add on a rank."""
+    inner = config.moe_intermediate_size // (mesh.tp if mesh.ep == 1 else 1)
+    latent = config.routed_expert_hidden_size
+    shapes = ((2 * inner, latent), (latent, inner))
+    elements = sum(
+        (rows + -rows % TILE_ROWS) * (columns + -columns % TILE_COLUMNS) - rows * columns
+        for rows, columns in shapes
+    )
+    return elements // 2 + elements // MX_BLOCK
 
 
 @dataclass(frozen=True)
@@ -218,6 +232,7 @@ class Load:
         page_tokens: Tokens of a page.
         snapshots: Kept states beside those of requests.
         act_bytes: Bytes of an activation.
+        packed_requests: Requests whose chunks a prefill step may pack.
     """
 
     requests: int
@@ -227,6 +242,7 @@ class Load:
     page_tokens: int
     snapshots: int = 0
     act_bytes: int = 2
+    packed_requests: int = 8
 
     @property
     def request_pages(self) -> int:
@@ -276,9 +292,10 @@ def scratch_lower_bytes(part: Part, load: Load) -> int:
 
 
 def io_lower_bytes(part: Part, load: Load) -> int:
-    """Return the least io bytes of the largest decode bucket: logits in f32, and a page table."""
+    """Return the least io bytes of the widest bucket: logits in f32, and a page table."""
     logits = part.config.vocab_size * F32_BYTES if part.is_last else 0
-    return load.decode_requests * (logits + load.request_pages * I32_BYTES)
+    requests = max(load.decode_requests, load.packed_requests)
+    return requests * (logits + load.request_pages * I32_BYTES)
 
 
 def total_lower_bytes(part: Part, load: Load) -> int:

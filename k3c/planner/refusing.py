@@ -34,9 +34,13 @@ from k3c.planner.problem import Problem, decode_size
 from k3c.planner.quick import Load, Part
 from k3c.targets.mesh import Mesh
 
-# What the exact plan has beyond the lower bound and the padding of rows: small io fields and
+# What the exact plan has beyond the lower bound and the padding of layouts: small io fields and
 # alignment. A number is called legal only with this much to spare.
 UNSEEN_BYTES = 2**20
+# With few ranks, or narrow columns of experts, another layer than the experts' may need the most
+# scratch: so many bytes more for each row of a prefill step.
+ALONE_ROW_BYTES, OTHER_ROW_BYTES = 224 * 1024, 4 * 1024
+FEW_RANKS, NARROW_FROM = 4, 16
 
 
 def refuse(problem: Problem, meshes: Sequence[Mesh]) -> Answer:
@@ -148,7 +152,10 @@ def legal_of(problem: Problem, mesh: Mesh) -> Legal:
 def unseen_bytes(problem: Problem, mesh: Mesh) -> int:
     """Return how much more than its lower bound a rank may need."""
     parts = search.parts(problem.config, mesh, 0)
-    return max(map(quick.row_padding_bytes, parts)) + UNSEEN_BYTES
+    padding = max(map(quick.layout_padding_bytes, parts))
+    other = mesh.tp < FEW_RANKS or (mesh.ep == 1 and mesh.tp >= NARROW_FROM)
+    row = ALONE_ROW_BYTES if mesh.tp == 1 else OTHER_ROW_BYTES * other
+    return padding + UNSEEN_BYTES + row * problem.asked.chunk_tokens
 
 
 def changes(problem: Problem, mesh: Mesh, limits: Capacity) -> tuple[Change, ...]:

@@ -162,7 +162,10 @@ def _seen(answer: Answer) -> Iterator[_Line]:
     if not others:
         return
     words = [
-        f"{c.name} {ms(c.tpot_us)}" if c.fits else f"{c.name} -{gib(-c.free_bytes)}" for c in others
+        f"{c.name} {'>' if c.source == 'quick' else ''}{ms(c.tpot_us)}"
+        if c.fits
+        else f"{c.name} -{gib(-c.free_bytes)}"
+        for c in others
     ]
     yield from _wrapped("meshes", " | ".join(words), 1, "dim")
 

@@ -80,14 +80,15 @@ def test_weights_by_kind_are_those_of_the_ir(planner, mesh):
     assert quick.weight_bytes(Part(planner.config, mesh)) == ir_bytes(planner, mesh)
 
 
-@pytest.mark.parametrize("mesh", [TEP16, Mesh(tp=8)], ids=str)
+@pytest.mark.parametrize("mesh", [TEP16, Mesh(tp=8), Mesh(tp=32)], ids=str)
 def test_the_plan_has_the_same_bytes_but_for_the_padding_of_layouts(planner, mesh):
     problem = ask(max_num_seqs=5, max_model_len=1000)
     books = ledger_of(planner, problem, mesh)
     part, load = books.part, problem.asked.load(5, 1000, 8)
     real = books.base.weights.total_bytes - books.base.padding_bytes
     assert sum(quick.weight_bytes(part).values()) == real
-    assert books.base.padding_bytes < 0.001 * real
+    # What no closed form has is alignment, and a last tile of the rows of kv_b.
+    assert abs(books.base.padding_bytes - quick.layout_padding_bytes(part)) < 2**18
     assert books.base.space_bytes("state_slots") == quick.state_bytes(part, load)
     assert books.base.space_bytes("kv_pages") == quick.page_bytes(part, load)
     assert books.base.space_bytes("arena") >= quick.scratch_lower_bytes(part, load)
