@@ -28,6 +28,8 @@ from k3c.targets.topology import load_topology
 
 FIGURES = Path(__file__).parent / "public_figures.toml"
 MEDIAN, WORST = 0.15, 0.40  # what the predictions are held to
+# Which of its blogs a figure of vLLM's is from is not always known: they count as one source.
+BLOG = "vllm blog"
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,9 @@ def _public(figure: Mapping[str, Any]) -> Prediction:
         "tail": _tail,
         "collective": _collective,
     }
-    setup = figure["predict"]
+    # A blog's kernel times may not go into the predictions of its own figures.
+    blog = figure["source"].startswith(BLOG)
+    setup = {**figure["predict"], "left_out": frozenset({BLOG}) if blog else frozenset[str]()}
     us, low, high, constants = how[setup["how"]](setup)
     scale = 1e3 if figure["unit"] == "ms" else 1.0
     return Prediction(
@@ -147,7 +151,7 @@ def _public(figure: Mapping[str, Any]) -> Prediction:
 
 
 def _serving(setup: Mapping[str, Any]) -> Times:
-    topology, peer = load_topology(setup["topology"]), profile(setup["peer"])
+    topology, peer = load_topology(setup["topology"]), profile(setup["peer"], setup["left_out"])
     tokens, answer = setup["input"], setup["output"]
     middle = tokens + answer // 2
     decode = peer_step(
@@ -203,7 +207,8 @@ def _sources(kinds: Sequence[KindEstimate], *more: str) -> tuple[str, ...]:
 
 def _check(one: Prediction) -> None:
     """Refuse a prediction that used a measurement of the figure's own source."""
-    used = [constant for constant in one.constants if one.source in constant]
+    source = BLOG if one.source.startswith(BLOG) else one.source
+    used = [constant for constant in one.constants if source in constant]
     # A pull request may say which kernels ran; its times may not be used.
     assert not [u for u in used if u != one.source and "pull requests" not in u], (one.what, used)
 

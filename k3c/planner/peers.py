@@ -69,17 +69,35 @@ class Profile:
 
 
 @cache
-def profile(name: str) -> Profile:
-    """Return a peer's profile by its name; it must exist."""
+def profile(name: str, left_out: frozenset[str] = frozenset()) -> Profile:
+    """Return a peer's profile.
+
+    Args:
+        name: Its name; it must exist.
+        left_out: Sources whose rows it must not use.
+    """
     data = _table()
     own, base = data[name], data[data[name].get("like", name)]
-    parts = {part: tuple(map(dict, own.get(part, base.get(part, ())))) for part in LAYERS}
     used: Mapping[str, str] = own.get("replace", {})
-    changed = {
-        part: tuple({**i, "use": used[i["op"]]} if i["op"] in used else i for i in items)
-        for part, items in parts.items()
+    parts = {
+        part: tuple(
+            _as_used(item, used, left_out)
+            for item in own.get(part, base.get(part, ()))
+            if item.get("row") not in left_out
+        )
+        for part in LAYERS
     }
-    return Profile(name, changed, own["early_start"], own["skinny"], own["source"])
+    return Profile(name, parts, own["early_start"], own["skinny"], own["source"])
+
+
+def _as_used(
+    item: Mapping[str, Any], used: Mapping[str, str], left_out: frozenset[str]
+) -> Mapping[str, Any]:
+    """Return an item with the engine's own kernel, in both phases where it stands in for a row."""
+    found = {**item, "use": used[item["op"]]} if item["op"] in used else dict(item)
+    if found.get("instead_of") in left_out:
+        del found["phase"]
+    return found
 
 
 @cache

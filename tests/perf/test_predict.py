@@ -62,3 +62,7 @@ def test_a_constant_of_the_figures_own_source_is_refused():
     mine = Prediction("a", "blog", "public", "ms", 1, 1, 1, 1, ("blog: its table", "another"))
     with pytest.raises(AssertionError, match="its table"):
         _check(mine)
+    # Any blog of one engine is the same source.
+    other = Prediction("a", "vllm blog 1", "public", "ms", 1, 1, 1, 1, ("vllm blog figure 2",))
+    with pytest.raises(AssertionError, match="figure 2"):
+        _check(other)

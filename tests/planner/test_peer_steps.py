@@ -46,6 +46,19 @@ def test_the_shorter_of_two_streams_hides_behind_the_longer():
     assert kinds.count("moe") == 1
 
 
+def test_a_row_that_is_left_out_is_replaced_by_what_it_is_made_of():
+    used = [kind.kind for kind in peer_part(profile("vllm"), "moe", step(), B300)]
+    assert "moe_tail" in used
+    assert "all_gather" not in used
+    without = profile("vllm", frozenset({"vllm blog"}))
+    found = [kind.kind for kind in peer_part(without, "moe", step(), B300)]
+    assert "moe_tail" not in found
+    assert {"all_reduce", "all_gather"} <= set(found)
+    # In a prefill step it is made of them anyway.
+    prefill = step(phase="prefill", tokens=2048)
+    assert peer_step(without, prefill, B300) == peer_step(profile("vllm"), prefill, B300)
+
+
 def test_a_launch_that_starts_early_saves_what_ours_do():
     saved, off = early_start_us()
     # perf/log.md, seven launches alone and with an early start: 0.7 to 2.4 us.
