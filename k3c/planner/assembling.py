@@ -60,7 +60,7 @@ def assemble(desk: Desk, planned: Planned, choices: tuple[Choice, ...], seen: Me
         capacity=limits,
         speed=(desk.speed(mesh),),
         changes=largest_changes(desk, planned, limits, seen[0]),
-        candidates=_candidates(seen, planned),
+        candidates=_candidates(desk, seen, planned),
         warnings=warnings(problem, mesh, weights / (weights - padding)),
     )
     return replace(answer, verdict=_fits(answer) if answer.fits else verdict(answer))
@@ -104,7 +104,7 @@ def _why(desk: Desk, planned: Planned, seen: Met) -> str:
     return f"{times[0]} a token, next {next_name} {times[1]}; {count} meshes fit"
 
 
-def _candidates(seen: Met, planned: Planned) -> tuple[Candidate, ...]:
+def _candidates(desk: Desk, seen: Met, planned: Planned) -> tuple[Candidate, ...]:
     """Return the taken mesh, then the timed ones, then the best of the rest by closed forms."""
     timed, ranked = seen
     taken = planned.timed
@@ -115,7 +115,8 @@ def _candidates(seen: Met, planned: Planned) -> tuple[Candidate, ...]:
             rows.append(_timed(other, "timed node by node: worse for the goal", "timed"))
             mine.add(short_name(other.mesh))
     rest = [q for q in ranked if short_name(q.mesh) not in mine]
-    rows += [candidate(q, "worse for the goal by closed forms") for q in rest]
+    worse = "worse for the goal by closed forms"
+    rows += [candidate(q, desk.refused.get(q.mesh, worse)) for q in rest]
     return tuple(rows[:SHOWN_CANDIDATES])
 
 

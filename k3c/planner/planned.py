@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from k3c.errors import CodegenError, PassError
 from k3c.mesh_limits import problems
 from k3c.planner import search
 from k3c.planner.answer import Answer, Choice, Speed
@@ -54,10 +55,11 @@ class Planned:
 
 @dataclass(frozen=True)
 class Desk:
-    """What planning one problem needs at hand."""
+    """What planning one problem needs at hand, and why meshes could not be lowered."""
 
     problem: Problem
     clock: Clock
+    refused: dict[Mesh, str] = field(default_factory=dict)
 
     @property
     def wants(self) -> Wants:
@@ -107,12 +109,14 @@ def plan_exactly(problem: Problem, ranked: Sequence[Quick]) -> Answer:
     Raises:
         ExportError: The model uses something that the IR cannot express.
         PlanError: A plan breaks a rule of the checker.
+        PassError: No mesh can be lowered.
+        CodegenError: A kernel is missing for every mesh.
     """
     from k3c.planner.assembling import assemble
 
     planner = make_planner(problem.config, problem.machine.target, problem.request.compute)
     desk = Desk(problem, Clock(planner, problem.machine))
-    timed = sorted((desk.time(q) for q in ranked[:SHORT_LIST]), key=desk.score)
+    timed = sorted(_compiled(desk, ranked), key=desk.score)
     tried: list[Planned] = []
     for candidate in timed:
         best, choices = choose(desk, candidate)
@@ -122,6 +126,28 @@ def plan_exactly(problem: Problem, ranked: Sequence[Quick]) -> Answer:
     # Closed forms let something through that the plan does not: a few megabytes are missing.
     nearest = max(tried, key=lambda p: p.fullest.memory().free_bytes)
     return assemble(desk, nearest, (), (timed, ranked))
+
+
+def _compiled(desk: Desk, ranked: Sequence[Quick]) -> list[Timed]:
+    """Time the best meshes of those that the compiler can lower.
+
+    Raises:
+        PassError: It can lower none; the error of the best one.
+        CodegenError: As above: a kernel is missing.
+    """
+    found: list[Timed] = []
+    errors: list[PassError | CodegenError] = []
+    for candidate in ranked:
+        if len(found) == SHORT_LIST or len(errors) > SHORT_LIST:
+            break
+        try:
+            found.append(desk.time(candidate))
+        except (PassError, CodegenError) as error:
+            errors.append(error)
+            desk.refused[candidate.mesh] = error.what
+    if not found:
+        raise errors[0]
+    return found
 
 
 def choose(desk: Desk, timed: Timed) -> tuple[Timed, tuple[Choice, ...]]:
@@ -156,7 +182,10 @@ def _toggle(desk: Desk, timed: Timed, name: str) -> tuple[Timed, Choice]:
         # No message that it saves makes up for the bytes that it reads.
         why = f"{there} reads {ms(slower_us)} more a token and is {gib(-memory)} a rank larger"
         return timed, Choice(name, here, why)
-    other = desk.time(by_form)
+    try:
+        other = desk.time(by_form)
+    except (PassError, CodegenError) as error:
+        return timed, Choice(name, here, f"{there} is not possible: {error.what}")
     saved = timed.pace.tpot_us.value - other.pace.tpot_us.value
     better = desk.score(other) < desk.score(timed)
     taken, value, left = (other, there, here) if better else (timed, here, there)
