@@ -5,6 +5,7 @@ import pytest
 from k3c.planner.fit import Fit, Row, fit
 from k3c.planner.measured import EventCost, Sample, Step, event_cost, measured_steps
 from k3c.planner.work import Work
+from k3c.targets.target import load_target
 
 
 def rows(*pairs):
@@ -69,3 +70,31 @@ def test_the_events_of_our_steps_cost_what_the_measurements_say():
     # perf/README.md: about 3 us of each figure are the event and the launch.
     assert 2.5 < event_cost(measured_steps("h200")).kernel_us < 4.5
     assert measured_steps("b200") == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "floor_ms"),
+    # performance.md 2.3: bytes of a rank of TEP16 at 4.3 TB/s, uniform router, as published.
+    [
+        ("W1 decode.b1", 4.58),
+        ("W1 decode.b8", 7.49),
+        ("W1 decode.b64", 22.74),
+        ("W1S decode.b1", 2.52),
+        ("W1S decode.b8", 5.43),
+        ("W1S decode.b64", 20.67),
+        ("W1L decode.b1", 5.37),
+        ("W1L decode.b8", 13.81),
+        # 2.71, 6.27 and 23.62 of 8 layers with experts; ours are 7, a dense layer and the head:
+        # 1.45 + 2.35 GB more, 0.38 GB and 16, 120 or 613 experts of 17.5 MB less.
+        ("W3 decode.b1", 3.44),
+        ("W3 decode.b8", 6.58),
+        ("W3 decode.b64", 21.91),
+    ],
+)
+def test_the_work_of_a_measured_step_is_that_of_the_published_floor(name, floor_ms):
+    step = next(s for s in measured_steps("h200") if s.name == name)
+    target = load_target("h200")
+    # Collectives of a rank alone are copies, which the floor does not count.
+    kernels = [s.work for s in step.samples if not s.work.family.startswith("local_")]
+    found = sum(work.floor_us(target) * work.count for work in kernels) / 1e3
+    assert found == pytest.approx(floor_ms, rel=0.05)
