@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,12 +14,14 @@ from k3c.planner.capacity import StageLedger, open_ledger
 from k3c.planner.describe import gib, ms
 from k3c.planner.exact import make_planner
 from k3c.planner.problem import Problem
+from k3c.planner.refusing import unplanned
 from k3c.planner.search import MESSAGE_US, SHORT_LIST, Quick
 from k3c.planner.timing import Clock, Pace, Wants, pace, speed
 from k3c.targets.mesh import Mesh
 
 # Of two ways to share a part, the one that reads so much longer is not estimated node by node.
 CLEARLY_SLOWER_US = 20 * MESSAGE_US
+FAILURES = 2  # meshes of one way of sharing that are tried though none of it can be lowered
 CHOICES = ("latent", "shared", "vocabulary")
 
 
@@ -109,14 +112,14 @@ def plan_exactly(problem: Problem, ranked: Sequence[Quick]) -> Answer:
     Raises:
         ExportError: The model uses something that the IR cannot express.
         PlanError: A plan breaks a rule of the checker.
-        PassError: No mesh can be lowered.
-        CodegenError: A kernel is missing for every mesh.
     """
     from k3c.planner.assembling import assemble
 
     planner = make_planner(problem.config, problem.machine.target, problem.request.compute)
     desk = Desk(problem, Clock(planner, problem.machine))
     timed = sorted(_compiled(desk, ranked), key=desk.score)
+    if not timed:
+        return unplanned(problem, ranked, desk.refused)
     tried: list[Planned] = []
     for candidate in timed:
         best, choices = choose(desk, candidate)
@@ -131,22 +134,23 @@ def plan_exactly(problem: Problem, ranked: Sequence[Quick]) -> Answer:
 def _compiled(desk: Desk, ranked: Sequence[Quick]) -> list[Timed]:
     """Time the best meshes of those that the compiler can lower.
 
-    Raises:
-        PassError: It can lower none; the error of the best one.
-        CodegenError: As above: a kernel is missing.
+    A way of sharing that failed twice is not tried again.
     """
     found: list[Timed] = []
-    errors: list[PassError | CodegenError] = []
+    failed = Counter[tuple[bool, ...]]()
     for candidate in ranked:
-        if len(found) == SHORT_LIST or len(errors) > SHORT_LIST:
-            break
+        mesh = candidate.mesh
+        way = mesh.ep > 1, mesh.dp > 1, mesh.pp > 1
+        if failed[way] == FAILURES:
+            desk.refused[mesh] = "a mesh of its kind cannot be lowered"
+            continue
         try:
             found.append(desk.time(candidate))
         except (PassError, CodegenError) as error:
-            errors.append(error)
-            desk.refused[candidate.mesh] = error.what
-    if not found:
-        raise errors[0]
+            failed[way] += 1
+            desk.refused[mesh] = error.what
+        if len(found) == SHORT_LIST:
+            break
     return found
 
 

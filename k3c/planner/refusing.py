@@ -5,7 +5,7 @@ It says what is missing, the largest legal numbers, and the nearest things that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from k3c import __version__
@@ -20,6 +20,8 @@ from k3c.planner.answer import (
     StageMemory,
 )
 from k3c.planner.describe import (
+    SHOWN_CANDIDATES,
+    candidate,
     deployment,
     expert_choice,
     gib,
@@ -32,6 +34,7 @@ from k3c.planner.limits import Legal, capacity
 from k3c.planner.lines import draft_lines, kind_lines, spare_bytes, spare_lines, state_lines
 from k3c.planner.problem import Problem, decode_size
 from k3c.planner.quick import Load, Part
+from k3c.planner.search import Quick
 from k3c.targets.mesh import Mesh
 
 # What the exact plan has beyond the lower bound and the padding of layouts: small io fields and
@@ -47,14 +50,36 @@ def refuse(problem: Problem, meshes: Sequence[Mesh]) -> Answer:
     """Return why nothing fits, for the mesh that is nearest to fitting."""
     seen = [search.evaluate(problem, mesh) for mesh in meshes]
     best = max(seen, key=lambda q: (q.free_bytes, -q.mesh.ranks, str(q.mesh)))
-    mesh = best.mesh
-    stages = tuple(
-        _memory(problem, part)
-        for part in search.parts(problem.config, mesh, problem.options.spare_slots)
-    )
+    answer = _answer(problem, best.mesh, len(meshes))
+    answer = replace(answer, candidates=misfits(seen))
+    return replace(answer, verdict=verdict(answer))
+
+
+def unplanned(problem: Problem, ranked: Sequence[Quick], reasons: Mapping[Mesh, str]) -> Answer:
+    """Return what closed forms say of meshes that the compiler cannot lower, for the best one.
+
+    Args:
+        problem: What is asked.
+        ranked: Meshes that may fit, best first.
+        reasons: Why each of those that were tried cannot be lowered.
+    """
+    best = ranked[0]
+    room = best.free_bytes - unseen_bytes(problem, best.mesh)
+    answer = replace(_answer(problem, best.mesh, len(ranked)), fits=room >= 0)
+    rows = [candidate(q, reasons.get(q.mesh, "not planned")) for q in ranked[:SHOWN_CANDIDATES]]
+    reason = reasons[best.mesh]
+    words = f"{gib(room)} a rank free at most" if room >= 0 else "a rank may be full"
+    text = f"may fit on {answer.deployment.name} of {answer.request.target}, {words}"
+    text += f"; by closed forms alone, the compiler cannot lower it: {reason}"
+    return replace(answer, verdict=text, candidates=tuple(rows), changes=())
+
+
+def _answer(problem: Problem, mesh: Mesh, count: int) -> Answer:
+    """Return the answer of closed forms for a mesh; its verdict is left open."""
     part = _fullest(problem, mesh)
+    parts = search.parts(problem.config, mesh, problem.options.spare_slots)
     limits = capacity(problem, part, legal_of(problem, mesh))
-    answer = Answer(
+    return Answer(
         format=FORMAT,
         k3c_version=__version__,
         request=problem.request,
@@ -63,19 +88,18 @@ def refuse(problem: Problem, meshes: Sequence[Mesh]) -> Answer:
         source="quick",
         deployment=deployment(problem, mesh),
         choices=(
-            Choice("mesh", short_name(mesh), _why(problem, len(meshes))),
+            Choice("mesh", short_name(mesh), _why(problem, count)),
             *expert_choice(problem, mesh),
         ),
-        stages=stages,
+        stages=tuple(_memory(problem, part) for part in parts),
         kinds=kind_lines(problem.asked, part, None),
         buckets=(),
         capacity=limits,
         speed=(),
         changes=changes(problem, mesh, limits),
-        candidates=misfits(seen),
+        candidates=(),
         warnings=warnings(problem, mesh, 1.0),
     )
-    return replace(answer, verdict=verdict(answer))
 
 
 def verdict(answer: Answer) -> str:
