@@ -271,7 +271,11 @@ class CandidateList:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the runtime must know of the model. Without weights it is measured, not served."""
+    """What the runtime must know of the model.
+
+    `has_weights`: the artifact holds those of its rank; others get theirs by `k3c pack`, which
+    holds the digest of a checkpoint's configuration against `config_sha256`.
+    """
 
     name: str
     vocab_size: int
@@ -280,6 +284,7 @@ class ModelInfo:
     has_tokenizer: bool
     compute: Literal["f32", "bf16"]
     has_weights: bool = True
+    config_sha256: str = ""
 
 
 @dataclass(frozen=True)

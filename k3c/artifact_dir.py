@@ -48,6 +48,8 @@ PASSES_FILE = "passes.json"
 MAX_JSON_BYTES = 64 << 20  # a manifest of all of K3 is under 4 MiB
 QUICK_WEIGHTS_BYTES = 1 << 30  # "quick" hashes weights up to this size: about a second
 MEMBER_NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]*(/[a-z0-9_-][a-z0-9_.-]*)*")
+# What `k3c pack` adds to an artifact of several ranks; see `k3c/rank_weights.py`.
+RANK_WEIGHTS = re.compile(r"weights/rank-\d{3,}\.(safetensors|json)(\.part)?")
 Verify = Literal["full", "quick"]
 
 _AGAIN = "the artifact is damaged or foreign; compile again"
@@ -159,6 +161,8 @@ def verify(
     """
     found = dict(_files(directory, ""))
     for name in sorted(found.keys() - manifest.members.keys() - {MANIFEST_FILE}):
+        if RANK_WEIGHTS.fullmatch(name) and not manifest.model.has_weights:
+            continue  # checked by whoever reads it
         raise ArtifactError("a file that the manifest does not list", name, _AGAIN)
     for name, member in sorted(manifest.members.items()):
         if name not in found:
@@ -167,7 +171,7 @@ def verify(
             what = f"a member has {found[name]} bytes, the manifest says {member.nbytes}"
             raise ArtifactError(what, name, _AGAIN)
         if name not in later and is_hashed(name, member, mode):
-            _check_hash(directory / name, name, member)
+            check_hash(directory / name, name, member)
     if manifest.model.has_weights:
         _check_weights(directory, manifest)
 
@@ -243,7 +247,12 @@ def _read_text(path: Path) -> str:
         raise ArtifactError(f"is not UTF-8: {exc.reason}", str(path), _AGAIN) from exc
 
 
-def _check_hash(path: Path, name: str, member: Member) -> None:
+def check_hash(path: Path, name: str, member: Member) -> None:
+    """Hash a file, and hold it against what is said of it.
+
+    Raises:
+        ArtifactError: They differ, or it cannot be read.
+    """
     try:
         if member.parts:
             _check_parts(path, name, member)
@@ -275,6 +284,11 @@ def _check_member_parts(name: str, member: Member, where: str) -> None:
     if member.parts and (expected != member or len(digests) != -(-member.nbytes // PART_BYTES)):
         what = f"{name}: its {len(digests)} part hashes do not make up its {member.nbytes} bytes"
         raise ArtifactError(what, where, _AGAIN)
+
+
+def file_bytes(manifest: Manifest) -> int:
+    """Return the size of a file of packed weights: its header and space weights."""
+    return WEIGHTS_DATA_START + manifest.space_bytes.get("weights", 0)
 
 
 def _check_weights(directory: Path, manifest: Manifest) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +38,25 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class MemberWriter:
     """Writes one member in order, hashing as it goes; made by `ArtifactWriter`."""
 
-    def __init__(self, file: IO[bytes], in_parts: bool = False) -> None:
-        self._file, self._in_parts = file, in_parts
+    def __init__(
+        self,
+        file: IO[bytes],
+        in_parts: bool = False,
+        done: Sequence[bytes] = (),
+        on_part: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
+        """Start, or go on behind some parts.
+
+        Args:
+            file: Where to write, at its place.
+            in_parts: Hash every `PART_BYTES` on their own.
+            done: The hashes of the parts that are in the file already.
+            on_part: Called with the hash of each whole part that was written.
+        """
+        self._file, self._in_parts, self._on_part = file, in_parts, on_part
         self._hash = hashlib.sha256()
-        self._parts: list[bytes] = []
-        self.nbytes = 0
+        self._parts = list(done)
+        self.nbytes = len(done) * PART_BYTES
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
@@ -53,6 +67,7 @@ class MemberWriter:
         while self._in_parts and len(view) >= (left := PART_BYTES - self.nbytes % PART_BYTES):
             self._hash.update(view[:left])
             self._end_part()
+            self._on_part(self._parts[-1])
             view, self.nbytes = view[left:], self.nbytes + left
         self._hash.update(view)
         self.nbytes += len(view)
@@ -84,7 +99,9 @@ class WeightsWriter:
 
     def __init__(self, member: MemberWriter, total_bytes: int) -> None:
         self._member, self._total_bytes = member, total_bytes
-        member.write(weights_header(total_bytes))
+        if not member.nbytes:
+            member.write(weights_header(total_bytes))
+        self._resumed_at = self.position
 
     @property
     def position(self) -> int:
@@ -95,12 +112,16 @@ class WeightsWriter:
         """Write one packed weight.
 
         Args:
-            offset: Its first byte in space weights; not before `position`.
+            offset: Its first byte in space weights; not before `position`, but where an earlier
+                run has written a part of it.
             data: u8[...], its packed bytes.
         """
-        assert offset >= self.position, f"weight at {offset}, {self.position} is written already"
+        written = max(0, self.position - offset)
+        assert not written or self.position == self._resumed_at, (
+            f"weight at {offset}, {self.position} is written already"
+        )
         self._fill(offset)
-        self._member.write(data)
+        self._member.write(memoryview(data).cast("B")[written:])
         assert self.position <= self._total_bytes, f"{self.position} B, planned {self._total_bytes}"
 
     def close(self) -> Member:
@@ -135,7 +156,7 @@ class ArtifactWriter:
             raise ConfigError(what, str(destination.parent), "make it first")
 
     def __enter__(self) -> ArtifactWriter:
-        with _disk_faults(self.destination):
+        with disk_faults(self.destination):
             parent = self.destination.parent
             self._root = Path(tempfile.mkdtemp(prefix=f".{self.destination.name}.", dir=parent))
         return self
@@ -236,8 +257,13 @@ def _full_disk(exc: OSError, destination: Path) -> DeviceFault:
 
 
 @contextmanager
-def _disk_faults(destination: Path) -> Iterator[None]:
-    """Turn the failure to make a directory into an error that says which."""
+def disk_faults(destination: Path) -> Iterator[None]:
+    """Turn what a disk refuses into an error that says so.
+
+    Raises:
+        ConfigError: The folder may not be written.
+        DeviceFault: The disk is full or fails.
+    """
     try:
         yield
     except PermissionError as exc:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ from k3c.ir.graph import Module
 from k3c.ir.text import show
 from k3c.kernels import add_kernels, catalogue_of, tool_versions
 from k3c.mesh_limits import check_mesh, smallest_mesh
-from k3c.model.config import PAGE_TOKENS, TextConfig, load_config, stop_token_ids
+from k3c.model.config import PAGE_TOKENS, TextConfig, config_digest, load_config, stop_token_ids
 from k3c.passes.build_plan import run as build_plan
 from k3c.passes.context import PassContext
 from k3c.passes.pipeline import PipelineResult, run_pipeline
@@ -48,7 +48,8 @@ from k3c.passes.select_kernels import run as select_kernels
 from k3c.passes.weight_table import weight_table
 from k3c.targets.catalogue import Stage, Template
 from k3c.targets.mesh import Mesh, parse_mesh
-from k3c.targets.target import Target, load_target
+from k3c.targets.target import Target
+from k3c.targets.topology import load_topology
 
 if TYPE_CHECKING:
     from k3c.model.checkpoint import Checkpoint
@@ -70,7 +71,8 @@ class CompileOptions:
         candidates: Make an artifact for `k3c tune` instead of one to serve.
         buckets: Names of the buckets to compile, sorted out of all; empty: all.
         mesh: The ranks that share the model, as `tp=16,ep=16`; empty: one.
-        rank: Which of them to pack weights for, and to load where nothing else is said.
+        rank: Which of them to pack weights for at once, and to load where nothing else is said;
+            None: the only one, or none of several.
         latent: `sharded` to share the latent projections of the experts too.
     """
 
@@ -82,7 +84,7 @@ class CompileOptions:
     candidates: bool = False
     buckets: tuple[str, ...] = ()
     mesh: str = ""
-    rank: int = 0
+    rank: int | None = None
     latent: str = "replicated"
 
 
@@ -115,8 +117,7 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
         DeviceFault: A tool is missing or the disk is full.
     """
     config = load_config(model)
-    target = load_target(options.target)
-    mesh = _mesh(config, options, target)
+    target, mesh = _target_and_mesh(model, config, options, console)
     cache = _cache_info(config, options, bucket_sizes(target).page_tokens)
     writer = ArtifactWriter(output)
     source = _Source(model, config, None if model.is_file() else _open_checkpoint(model, config))
@@ -134,11 +135,13 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
     with writer:
         kernels = _add_code(writer, planned, options, console)
         has_tokenizer = _add_texts(writer, model, module, result)
-        if source.checkpoint is not None:
+        rank = options.rank or 0
+        packs = source.checkpoint is not None and (mesh is None or options.rank is not None)
+        if source.checkpoint is not None and packs:
             with console.phase("weights"):
-                _add_weights(writer, source.checkpoint, planned, options.rank, console)
-        info = _model_info(source, options.compute, has_tokenizer)
-        return writer.finish(_manifest(info, planned, options.rank, kernels))
+                _add_weights(writer, source.checkpoint, planned, rank, console)
+        info = _model_info(source, options.compute, has_tokenizer, packs)
+        return writer.finish(_manifest(info, planned, rank, kernels))
 
 
 @dataclass(frozen=True)
@@ -150,16 +153,17 @@ class _Source:
     checkpoint: Checkpoint | None
 
 
-def _model_info(source: _Source, compute: str, has_tokenizer: bool) -> ModelInfo:
-    has_weights = source.checkpoint is not None
+def _model_info(source: _Source, compute: str, has_tokenizer: bool, has_weights: bool) -> ModelInfo:
+    folder = source.path.parent if source.checkpoint is None else source.path
     return ModelInfo(
-        name=(source.path if has_weights else source.path.parent).resolve().name,
+        name=folder.resolve().name,
         vocab_size=source.config.vocab_size,
         num_layers=source.config.num_hidden_layers,
         stop_ids=stop_token_ids(source.path, source.config),
         has_tokenizer=has_tokenizer,
         compute=COMPUTE_TYPES[compute],
         has_weights=has_weights,
+        config_sha256=config_digest(source.config),
     )
 
 
@@ -176,6 +180,40 @@ def _add_code(
     return kernels
 
 
+def _target_and_mesh(
+    model: Path, config: TextConfig, options: CompileOptions, console: Console
+) -> tuple[Target, Mesh | None]:
+    """Return the device, and the mesh that is named or, for several devices, searched."""
+    machine = load_topology(options.target)
+    if machine.ranks > 1 and not options.mesh:
+        with console.phase("mesh"):
+            options = _with_mesh(model, options)
+    return machine.target, _mesh(config, options, machine.target)
+
+
+def _with_mesh(model: Path, options: CompileOptions) -> CompileOptions:
+    """Return the options with the mesh that `k3c plan` chooses for the machine.
+
+    Raises:
+        PlanError: No mesh of the machine holds the model with its requests.
+    """
+    from k3c.planner.planning import plan_model
+    from k3c.planner.problem import PlanOptions
+
+    asked = PlanOptions(
+        options.target,
+        compute=options.compute,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+    answer = plan_model(model, asked)
+    if not answer.fits:
+        raise PlanError(answer.verdict, options.target, "see k3c plan with the same options")
+    found = answer.deployment
+    return replace(options, mesh=found.mesh, latent=found.latent)
+
+
 def _mesh(config: TextConfig, options: CompileOptions, target: Target) -> Mesh | None:
     """Return the mesh that the options name; every division is checked here.
 
@@ -183,7 +221,7 @@ def _mesh(config: TextConfig, options: CompileOptions, target: Target) -> Mesh |
         ConfigError: It is no mesh, the model does not divide, or there is no such rank.
     """
     mesh = parse_mesh(options.mesh, options.latent)
-    _in_range("--rank", options.rank, 0, mesh.ranks - 1 if mesh else 0)
+    _in_range("--rank", options.rank or 0, 0, mesh.ranks - 1 if mesh else 0)
     if mesh is None:
         return None
     if target.kind == "cpu":

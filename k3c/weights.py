@@ -34,7 +34,7 @@ class WeightPacker:
     checkpoint: Checkpoint
     mesh: Mapping[str, int]
     rank: int
-    advance: Callable[[int], None]
+    advance: Callable[[int], None] = lambda _: None
 
     def write(self, entries: Sequence[WeightEntry], out: WeightsWriter) -> None:
         """Write every entry in ascending order of offset; at most one weight is held.

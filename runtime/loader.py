@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from k3c import artifact_dir
-from k3c.artifact import SPACES, Manifest, Plan
+from k3c import artifact_dir, rank_weights
+from k3c.artifact import SPACES, Manifest, Member, Plan
 from k3c.artifact_dir import TOKENIZER_FOLDER, WEIGHTS_FILE, is_hashed
 from k3c.artifact_ranks import plan_of_rank, rank_count
 from k3c.errors import ArtifactError, ConfigError, DeviceFault
@@ -125,21 +125,21 @@ def load_artifact(directory: Path, options: LoadOptions) -> Loaded:
     clock = _Clock()
     with clock.phase("manifest"):
         manifest = artifact_dir.read_manifest(directory)
-        _require_weights(manifest, directory)
+        rank = chosen_rank(manifest, options.rank)
+        name, member = _weights_of(directory, manifest, rank)
         driver = open_driver(manifest, options)
         driver.check(manifest, str(directory))
     with clock.phase("verify"):
-        in_parts = bool(manifest.members[WEIGHTS_FILE].parts)
-        later = (WEIGHTS_FILE,) if driver.hashes_weights and in_parts else ()
+        later = (WEIGHTS_FILE,) if driver.hashes_weights and member.parts else ()
         artifact_dir.verify(directory, manifest, options.verify, later)
     with clock.phase("plans"):
-        rank = chosen_rank(manifest, options.rank)
-        plans = [
-            plan_of_rank(plan, manifest.mesh, rank) for plan in _read_plans(directory, manifest)
-        ]
+        plans = [plan_of_rank(p, manifest.mesh, rank) for p in _read_plans(directory, manifest)]
         _refuse_collectives(plans, options)
     with clock.phase("memory"):
-        memory = _make_memory(directory, manifest, driver, options)
+        check_parts = bool(member.parts) and is_hashed(WEIGHTS_FILE, member, options.verify)
+        nbytes = manifest.space_bytes.get("weights", 0)
+        file = WeightsFile(directory / name, nbytes, member, check_parts)
+        memory = _make_memory(file, manifest, driver)
     with clock.phase("kernels"):
         driver.open_kernels(directory, manifest)
     with clock.phase("bind"):
@@ -169,11 +169,22 @@ def chosen_rank(manifest: Manifest, rank: int | None) -> int:
     return chosen
 
 
-def _require_weights(manifest: Manifest, directory: Path) -> None:
-    if not manifest.model.has_weights:
-        what = "the artifact has no weights: it was compiled from a config.json alone"
-        hint = "compile the folder that holds the weights, or measure it with k3c bench --workload"
-        raise ArtifactError(what, str(directory), hint)
+def _weights_of(directory: Path, manifest: Manifest, rank: int) -> tuple[str, Member]:
+    """Return the file that holds a rank's weights, and its size and hashes.
+
+    Raises:
+        ArtifactError: There is none, or it is damaged or of another artifact.
+    """
+    if manifest.model.has_weights:
+        if rank != manifest.rank:
+            what = f"the artifact holds the weights of rank {manifest.rank}, not of {rank}"
+            raise ArtifactError(what, str(directory), "compile without --rank, then k3c pack")
+        return WEIGHTS_FILE, manifest.members[WEIGHTS_FILE]
+    found = rank_weights.read_rank_weights(directory, manifest, rank)
+    path = rank_weights.weights_path(directory, rank)
+    if not found.member.parts:
+        artifact_dir.check_hash(path, path.name, found.member)
+    return str(path.relative_to(directory)), found.member
 
 
 def open_driver(manifest: Manifest, options: LoadOptions) -> Driver:
@@ -229,14 +240,9 @@ def _refuse_collectives(plans: Sequence[Plan], options: LoadOptions) -> None:
                 raise ArtifactError(what, f"plan {plan.bucket.name}", hint)
 
 
-def _make_memory(
-    directory: Path, manifest: Manifest, driver: Driver, options: LoadOptions
-) -> dict[str, Memory]:
+def _make_memory(file: WeightsFile, manifest: Manifest, driver: Driver) -> dict[str, Memory]:
     """Load the weights and allocate the other spaces, each with exactly its planned bytes."""
-    sizes = {space: manifest.space_bytes.get(space, 0) for space in SPACES}
-    weights_bytes, member = sizes.pop("weights"), manifest.members[WEIGHTS_FILE]
-    check_parts = bool(member.parts) and is_hashed(WEIGHTS_FILE, member, options.verify)
-    file = WeightsFile(directory / WEIGHTS_FILE, weights_bytes, member, check_parts)
+    sizes = {s: manifest.space_bytes.get(s, 0) for s in SPACES if s != "weights"}
     # The small spaces first: what does not fit is known before gigabytes are read.
     memory = {space: driver.allocate(space, nbytes) for space, nbytes in sizes.items()}
     return {"weights": driver.load_weights(file), **memory}

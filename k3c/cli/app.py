@@ -40,7 +40,10 @@ BucketsOpt = Annotated[
 ]
 CandidatesOpt = Annotated[bool, typer.Option("--candidates", help="make an artifact for k3c tune")]
 MeshOpt = Annotated[str, typer.Option(help="ranks that share the model, e.g. tp=16,ep=16")]
-RankOpt = Annotated[int, typer.Option(help="which of them to compile for")]
+RankOpt = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--rank", help="pack this one's weights at once; the others by k3c pack"),
+]
 LatentOpt = Annotated[str, typer.Option(help="latent projections: replicated or sharded")]
 TextFileOpt = Annotated[Optional[Path], typer.Option("--text", help="UTF-8 text file")]  # noqa: UP045
 TokensOpt = Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from k3c.cli.app import (
+    ArtifactArg,
     BucketsOpt,
     CandidatesOpt,
     Compute,
@@ -58,7 +59,7 @@ def compile_(
     buckets: BucketsOpt = None,
     candidates: CandidatesOpt = False,
     mesh: MeshOpt = "",
-    rank: RankOpt = 0,
+    rank: RankOpt = None,
     latent: LatentOpt = "replicated",
 ) -> None:
     """Compile a checkpoint, or a config.json without weights, into an artifact for one target."""
@@ -79,3 +80,17 @@ def compile_(
     )
     with Console() as console:
         compile_model(model, output, options, console)
+
+
+@app.command()
+def pack(
+    model: ModelArg,
+    artifact: ArtifactArg,
+    rank: Annotated[int, typer.Option(help="whose weights to pack")],
+) -> None:
+    """Add one rank's weights to an artifact of several; a run that was stopped is resumed."""
+    from k3c.console import Console
+    from k3c.pack import pack as pack_rank
+
+    with Console() as console:
+        pack_rank(model, artifact, rank, console)

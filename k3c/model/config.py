@@ -7,9 +7,10 @@ so a new feature of a checkpoint is never ignored silently.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,9 @@ def _token_ids(value: Any, where: str) -> tuple[int, ...]:
         found = json.dumps(value)
         raise ConfigError(f"eos_token_id is {found}, expected a token id or a list of ids", where)
     return tuple(ids)
+
+
+def config_digest(config: TextConfig) -> str:
+    """Return the sha256 of everything in a configuration that shapes the text model."""
+    text = json.dumps(asdict(config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -72,4 +72,5 @@ def test_a_rank_of_a_config_alone_is_inspected_and_not_served(run, refuse, toy, 
     assert "rank     1 of ep=2, tp=2" in text
     assert "no weights" in text
     line = refuse(4, "ArtifactError", "generate", output, "--prompt", "x")
-    assert "has no weights: it was compiled from a config.json alone" in line
+    assert "the weights of rank 1 are not packed" in line
+    assert "k3c pack MODEL" in line
