@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,12 +32,13 @@ from k3c.candidates import candidate_list, select_variants
 from k3c.codegen.kernel_key import KernelRequest, kernel_symbol
 from k3c.codegen.template import packed_nbytes
 from k3c.console import Console
+from k3c.deployment import target_and_mesh
 from k3c.errors import ConfigError, PlanError
 from k3c.export_cache import Compute, exported
 from k3c.ir.graph import Module
 from k3c.ir.text import show
 from k3c.kernels import add_kernels, catalogue_of, tool_versions
-from k3c.mesh_limits import check_mesh, smallest_mesh
+from k3c.mesh_limits import smallest_mesh
 from k3c.model.config import PAGE_TOKENS, TextConfig, config_digest, load_config, stop_token_ids
 from k3c.passes.build_plan import run as build_plan
 from k3c.passes.context import PassContext
@@ -47,9 +48,8 @@ from k3c.passes.select_kernels import Selected
 from k3c.passes.select_kernels import run as select_kernels
 from k3c.passes.weight_table import weight_table
 from k3c.targets.catalogue import Stage, Template
-from k3c.targets.mesh import Mesh, parse_mesh
+from k3c.targets.mesh import Mesh
 from k3c.targets.target import Target
-from k3c.targets.topology import load_topology
 
 if TYPE_CHECKING:
     from k3c.model.checkpoint import Checkpoint
@@ -117,7 +117,7 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
         DeviceFault: A tool is missing or the disk is full.
     """
     config = load_config(model)
-    target, mesh = _target_and_mesh(model, config, options, console)
+    target, mesh = target_and_mesh(model, config, options, console)
     cache = _cache_info(config, options, bucket_sizes(target).page_tokens)
     writer = ArtifactWriter(output)
     source = _Source(model, config, None if model.is_file() else _open_checkpoint(model, config))
@@ -135,11 +135,10 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
     with writer:
         kernels = _add_code(writer, planned, options, console)
         has_tokenizer = _add_texts(writer, model, module, result)
-        rank = options.rank or 0
-        packs = source.checkpoint is not None and (mesh is None or options.rank is not None)
-        if source.checkpoint is not None and packs:
-            with console.phase("weights"):
-                _add_weights(writer, source.checkpoint, planned, rank, console)
+        rank, packs = options.rank or 0, mesh is None or options.rank is not None
+        if packs and source.checkpoint is not None:
+            _add_weights(writer, source.checkpoint, planned, rank, console)
+        packs = packs and source.checkpoint is not None
         info = _model_info(source, options.compute, has_tokenizer, packs)
         return writer.finish(_manifest(info, planned, rank, kernels))
 
@@ -178,56 +177,6 @@ def _add_code(
     if options.candidates:
         writer.add_text(CANDIDATES_FILE, to_json(candidate_list(planned.selections)))
     return kernels
-
-
-def _target_and_mesh(
-    model: Path, config: TextConfig, options: CompileOptions, console: Console
-) -> tuple[Target, Mesh | None]:
-    """Return the device, and the mesh that is named or, for several devices, searched."""
-    machine = load_topology(options.target)
-    if machine.ranks > 1 and not options.mesh:
-        with console.phase("mesh"):
-            options = _with_mesh(model, options)
-    return machine.target, _mesh(config, options, machine.target)
-
-
-def _with_mesh(model: Path, options: CompileOptions) -> CompileOptions:
-    """Return the options with the mesh that `k3c plan` chooses for the machine.
-
-    Raises:
-        PlanError: No mesh of the machine holds the model with its requests.
-    """
-    from k3c.planner.planning import plan_model
-    from k3c.planner.problem import PlanOptions
-
-    asked = PlanOptions(
-        options.target,
-        compute=options.compute,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=options.max_model_len,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-    )
-    answer = plan_model(model, asked)
-    if not answer.fits:
-        raise PlanError(answer.verdict, options.target, "see k3c plan with the same options")
-    found = answer.deployment
-    return replace(options, mesh=found.mesh, latent=found.latent)
-
-
-def _mesh(config: TextConfig, options: CompileOptions, target: Target) -> Mesh | None:
-    """Return the mesh that the options name; every division is checked here.
-
-    Raises:
-        ConfigError: It is no mesh, the model does not divide, or there is no such rank.
-    """
-    mesh = parse_mesh(options.mesh, options.latent)
-    _in_range("--rank", options.rank or 0, 0, mesh.ranks - 1 if mesh else 0)
-    if mesh is None:
-        return None
-    if target.kind == "cpu":
-        raise ConfigError(f"{target.name} runs one rank", f"--mesh {mesh}", "take a GPU target")
-    check_mesh(config, mesh)
-    return mesh
 
 
 def _export(
@@ -355,11 +304,12 @@ def _add_weights(
     from k3c.weights import WeightPacker
 
     total_bytes = planned.plans[0].space_bytes["weights"]
-    counter = console.count("weights", total_bytes)
-    out = writer.start_weights(total_bytes)
-    packer = WeightPacker(checkpoint, planned.mesh, rank, counter.add)
-    packer.write(planned.weights, out)
-    writer.end_weights(out)
+    with console.phase("weights"):
+        counter = console.count("weights", total_bytes)
+        out = writer.start_weights(total_bytes)
+        packer = WeightPacker(checkpoint, planned.mesh, rank, counter.add)
+        packer.write(planned.weights, out)
+        writer.end_weights(out)
 
 
 def _add_texts(writer: ArtifactWriter, model: Path, module: Module, result: PipelineResult) -> bool:
