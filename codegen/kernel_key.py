@@ -21,11 +21,9 @@ from k3c.targets.target import Target
 Constants = Mapping[str, Constant]
 
 # Their passes and options are the flags of the code generators.
-_LOWERING = {
-    "cpu": Path(__file__).with_name("tvm_lower.py"),
-    "cuda": Path(__file__).with_name("triton_aot.py"),
-    "hip": Path(__file__).with_name("triton_aot.py"),
-}
+_HERE = Path(__file__).parent
+_TRITON = (_HERE / "triton_aot.py", _HERE / "index_program.py")
+_LOWERING = {"cpu": (_HERE / "tvm_lower.py",), "cuda": _TRITON, "hip": _TRITON}
 
 _SYMBOL_HEX_DIGITS = 12
 
@@ -87,7 +85,7 @@ def _key(
         "source": module_digest(module),
         "constants": constants,
         "arch": arch,
-        "lowering": file_code(_LOWERING[kind]).digest,
+        "lowering": [file_code(path).digest for path in _LOWERING[kind]],
         "toolchain": dict(toolchain(kind)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

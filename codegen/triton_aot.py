@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from k3c.artifact import ALIGN_BYTES
+from k3c.codegen.index_program import parse_ttir
 from k3c.codegen.object_cache import cache_dir
 from k3c.targets.catalogue import Constant
 from k3c.targets.target import Target
@@ -39,6 +40,7 @@ class GpuBinary:
         shared_bytes: Dynamic shared memory a block, bytes.
         pdl: Whether it waits for its predecessor itself (programmatic dependent launch).
         code: The cubin or hsaco.
+        addresses: Its address arithmetic, an `IndexProgram` as JSON.
     """
 
     entry: str
@@ -46,6 +48,7 @@ class GpuBinary:
     shared_bytes: int
     pdl: bool
     code: bytes
+    addresses: str
 
     def to_bytes(self) -> bytes:
         """Return a line of JSON, then the code."""
@@ -80,7 +83,9 @@ def compile_kernel(function: Any, constants: dict[str, Constant], target: Target
     )
     threads = meta.num_warps * target.lanes
     pdl = bool(constants.get("pdl", 0))
-    return GpuBinary(meta.name, threads, meta.shared, pdl, compiled.asm[BINARY[target.kind]])
+    addresses = parse_ttir(compiled.asm["ttir"]).to_bytes().decode()
+    code = compiled.asm[BINARY[target.kind]]
+    return GpuBinary(meta.name, threads, meta.shared, pdl, code, addresses)
 
 
 def decode(constant: Constant) -> Any:

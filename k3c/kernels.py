@@ -51,7 +51,7 @@ def add_kernels(
     """
     if target.kind == "cpu":
         return _add_library(writer, requests, plans, target)
-    return _add_binaries(writer, requests, target)
+    return _add_binaries(writer, requests, plans, target)
 
 
 def _add_library(
@@ -71,15 +71,20 @@ def _add_library(
 
 
 def _add_binaries(
-    writer: ArtifactWriter, requests: Sequence[KernelRequest], target: Target
+    writer: ArtifactWriter, requests: Sequence[KernelRequest], plans: Sequence[Plan], target: Target
 ) -> tuple[Kernel, ...]:
+    from k3c.codegen.index_program import IndexProgram
     from k3c.codegen.kernel_build import build_kernels
+    from k3c.codegen.overflow_check import check_overflows
     from k3c.codegen.triton_aot import BINARY, GpuBinary
 
     by_symbol = {kernel_symbol(r, target): r for r in requests}
+    binaries = {s: GpuBinary.from_bytes(d) for s, d in build_kernels(requests, target).items()}
+    programs = {s: IndexProgram.from_bytes(b.addresses.encode()) for s, b in binaries.items()}
+    check_overflows(plans, programs)
     kernels = []
-    for symbol, data in build_kernels(requests, target).items():
-        built, request = GpuBinary.from_bytes(data), by_symbol[symbol]
+    for symbol, built in binaries.items():
+        request = by_symbol[symbol]
         name = f"{KERNELS_FOLDER}/{symbol}.{BINARY[target.kind]}"
         writer.add_bytes(name, built.code)
         entry = Kernel(
