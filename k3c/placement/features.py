@@ -32,7 +32,10 @@ def features(load: ExpertLoad, count: Ints, ranks: int) -> Floats:
         ranks: Ranks that share the experts.
     """
     share = load.token_shares
-    columns = [_experts_read(share, count, ranks, batch)[..., None] for batch in BATCHES]
+    # The load itself too: where a giant lifts the bound, the other ranks still should be alike.
+    rows = load.rows * (ranks / load.rows.sum(axis=1, keepdims=True)) / count
+    columns = [rows[..., None]]
+    columns += [_experts_read(share, count, ranks, batch)[..., None] for batch in BATCHES]
     seen: list[Floats] = []
     if load.steps is not None and load.steps.shape[1] > 1:
         seen.append(_drift(load.steps, ranks) / count[..., None])

@@ -85,7 +85,9 @@ def _solve(load: ExpertLoad, islands: Indices, slots: int) -> State:
     theirs = published_worst(rows, ranks, slots)
     state = _level_best(rows, theirs, islands, slots)
     seen = load.steps is not None or load.pairs is not None
-    bound = np.maximum(state.worst(), np.minimum(theirs, 1 + (SEEN_SLACK if seen else SLACK)))
+    # A rank over the mean has a giant: it may get no more, whatever the busiest rank has.
+    free = np.minimum(theirs, 1 + (SEEN_SLACK if seen else SLACK))
+    bound = np.maximum(state.rank_loads(), free[:, None])
     if ranks > 1:
         goal = Goal(features(load, state.count, ranks), bound, islands)
         refine(state, goal, SEEN_SWEEPS if seen else REFINE_SWEEPS)

@@ -112,7 +112,7 @@ class Goal:
     Attributes:
         features: f64[L, E, F] of one replica of an expert; a rank's feature is the sum of its
             experts'. A column that lists deviations over samples makes its squares a variance.
-        bound: f64[L]: no rank's load goes over it.
+        bound: f64[L, R]: no rank's load goes over its own.
         islands: intp[R]: island of each rank; replicas of an expert go to different ones first.
     """
 
@@ -144,10 +144,9 @@ def refine(state: State, goal: Goal, sweeps: int, seed: int = 0) -> None:
         mine, theirs = values[at, pairs.one], values[at, pairs.two]
         a, b = sums[at, pairs.one], sums[at, pairs.two]
         moved = mine[..., 0][..., :, None] - theirs[..., 0][..., None, :]
-        limit = goal.bound[:, None, None, None]
-        fits = (a[..., 0][..., None, None] - moved <= limit) & (
-            b[..., 0][..., None, None] + moved <= limit
-        )
+        gets = a[..., 0][..., None, None] - moved, b[..., 0][..., None, None] + moved
+        most = (goal.bound[at, side][..., None, None] for side in (pairs.one, pairs.two))
+        fits = np.logical_and(*(load <= limit for load, limit in zip(gets, most, strict=True)))
         cost = _change(mine[..., 1:], theirs[..., 1:], (a - b)[..., 1:])
         cost += _crowding(state, pairs, goal.islands)
         cost = np.where(pairs.legal & fits, cost, np.inf)

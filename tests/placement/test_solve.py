@@ -176,3 +176,14 @@ def test_the_whole_model_on_72_ranks_takes_seconds():
     start = time.process_time()
     place(load, 72, 13)
     assert time.process_time() - start < 8
+
+
+def test_ranks_of_giants_get_no_more_than_with_eplb_whatever_the_busiest_has():
+    seen = topical(zipf([0], 256, 8, 1.1), 8, 1.0).observe(40, 4, 50, seed=1)
+    rows = seen.rows[0] * 32 / seen.rows.sum()
+    assert (rows > 1).sum() == 6
+    ours, theirs = (
+        np.sort(rows[np.array(placed)].sum(axis=1))[::-1]
+        for placed in (place(seen, 32, 8).layers[0], eplb.eplb(seen.rows[0].tolist(), 32, 8))
+    )
+    assert (ours[:6] <= theirs[:6] + 1e-9).all()
