@@ -30,13 +30,14 @@ def ms(us: float) -> str:
 
 
 def short_name(mesh: Mesh) -> str:
-    """Return the field's short name of a mesh: TP8, TEP16, DEP64, TP8xPP2, TEP8xDP9."""
+    """Return the field's short name of a mesh: TP8, TEP16, DEP64, TP8xPP2, TP8xDP9xEP72."""
     shared = mesh.ep > 1
-    if mesh.tp == 1 and mesh.dp > 1:
-        parts = [f"DEP{mesh.dp}" if shared else f"DP{mesh.dp}"]
-    else:
+    if mesh.dp == 1:
         parts = [f"{'TEP' if shared else 'TP'}{mesh.tp}"]
-        parts += [f"DP{mesh.dp}"] if mesh.dp > 1 else []
+    elif mesh.tp == 1:
+        parts = [f"{'DEP' if shared else 'DP'}{mesh.dp}"]
+    else:
+        parts = [f"TP{mesh.tp}", f"DP{mesh.dp}", *([f"EP{mesh.ep}"] if shared else [])]
     parts += [f"PP{mesh.pp}"] if mesh.pp > 1 else []
     return "x".join(parts)
 

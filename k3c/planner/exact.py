@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from k3c.artifact import Bucket, Plan
 from k3c.buckets import bucket_sizes
 from k3c.codegen.template import packed_nbytes
-from k3c.errors import PlanError
+from k3c.errors import PassError, PlanError
 from k3c.export_cache import Compute, exported
 from k3c.ir.graph import Module
 from k3c.kernels import catalogue_of
@@ -68,7 +68,15 @@ class Planner:
     _selected: dict[tuple[object, ...], Selected] = field(default_factory=dict)
 
     def lowered(self, mesh: Mesh) -> tuple[Module, ...]:
-        """Return the module of each pipeline stage at level kernel."""
+        """Return the module of each pipeline stage at level kernel.
+
+        Raises:
+            PassError: The passes cannot share the model so.
+        """
+        later = {"data-parallel ranks": mesh.dp, "pipeline stages": mesh.pp}
+        for what, count in later.items():
+            if count > 1:
+                raise PassError(f"{what} are not supported yet", f"--mesh {mesh}", "take tp and ep")
         if mesh not in self._lowered:
             ctx = PassContext(self.target, self.catalogue, mesh=mesh if mesh.ranks > 1 else None)
             self._lowered[mesh] = (run_pipeline(self.module, ctx).module,)

@@ -179,7 +179,11 @@ def unseen_bytes(problem: Problem, mesh: Mesh) -> int:
     padding = max(map(quick.layout_padding_bytes, parts))
     other = mesh.tp < FEW_RANKS or (mesh.ep == 1 and mesh.tp >= NARROW_FROM)
     row = ALONE_ROW_BYTES if mesh.tp == 1 else OTHER_ROW_BYTES * other
-    return padding + UNSEEN_BYTES + row * problem.asked.chunk_tokens
+    # Rows of all data-parallel ranks may come to the experts of one: no token is dropped.
+    config, act = problem.config, problem.asked.act_bytes
+    width = config.routed_expert_hidden_size + config.moe_intermediate_size
+    gathered = (mesh.dp - 1) * config.num_experts_per_token * width * act if mesh.ep > 1 else 0
+    return padding + UNSEEN_BYTES + (row + gathered) * problem.asked.chunk_tokens
 
 
 def changes(problem: Problem, mesh: Mesh, limits: Capacity) -> tuple[Change, ...]:

@@ -20,8 +20,7 @@ from k3c.targets.mesh import Mesh
 from k3c.targets.topology import Topology
 
 TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-PP_SIZES = (1,)  # the compiler has no pipeline stages yet
-MOST_DATA_RANKS = 1  # nor data-parallel ranks
+PP_SIZES = (1, 2, 3, 4)
 # Of the meshes that closed forms allow, so many are estimated node by node.
 SHORT_LIST = 4
 # One message of a decode step between a few GPUs, microseconds: the best public rows of an
@@ -152,7 +151,7 @@ def order(mesh: Mesh) -> tuple[int, ...]:
 def _shapes(most_ranks: int) -> Iterator[Mesh]:
     for tp in TP_SIZES:
         for pp in PP_SIZES:
-            room = min(most_ranks // (tp * pp), MOST_DATA_RANKS)
+            room = most_ranks // (tp * pp)
             powers = {1 << n for n in range(room.bit_length()) if 1 << n <= room}
             # The whole machine, where it is not a power of two: 72 ranks.
             for dp in sorted(powers | ({room} if room else set())):
@@ -203,7 +202,9 @@ def check_ranks(problem: Problem, mesh: Mesh) -> None:
     if mesh.ranks <= machine.ranks:
         return
     what = f"the mesh has {mesh.ranks} ranks, {machine.name} has {machine.ranks}"
-    kind = [m for m in legal(problem.config, machine.ranks, True) if (m.ep > 1) == (mesh.ep > 1)]
+    axes = mesh.ep > 1, mesh.dp > 1, mesh.pp > 1
+    found = legal(problem.config, machine.ranks, True)
+    kind = [m for m in found if (m.ep > 1, m.dp > 1, m.pp > 1) == axes]
     hint = f"the largest of its kind there is --mesh {kind[-1]}" if kind else "it runs one rank"
     least = smallest(problem)
     if least is not None and least.ranks > machine.ranks:

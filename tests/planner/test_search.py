@@ -29,7 +29,10 @@ def ranked(problem):
 def test_every_mesh_that_is_offered_divides_the_model_and_fits_the_machine():
     problem = ask()
     found = search.legal(problem.config, 72, True)
-    assert {short_name(m) for m in found} >= {"TP1", "TP8", "TP16", "TEP8", "TEP16", "TEP32"}
+    assert {short_name(m) for m in found} >= {
+        "TP1", "TP8", "TP16", "TEP8", "TEP16", "TEP32", "DEP16", "DEP32", "DEP64", "TP8xPP2",
+        "TP8xDP8xEP64",
+    }  # fmt: skip
     assert all(m.ranks <= 72 and not problems(problem.config, m) for m in found)
     assert list(found) == sorted(found, key=search.order)
 
