@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
@@ -10,13 +11,20 @@ from itertools import repeat
 from typing import Any
 
 from k3c.codegen import object_cache
-from k3c.codegen.kernel_key import KernelRequest, kernel_key, kernel_symbol
+from k3c.codegen.kernel_key import (
+    KernelRequest,
+    kernel_identity,
+    kernel_key,
+    kernel_makers,
+    kernel_symbol,
+)
 from k3c.errors import CodegenError
 from k3c.targets.target import Target
 
 # A worker spends seconds on importing its compiler, about as long as some kernels take.
 _KERNELS_PER_WORKER = 8
 _FEWEST_WORKERS = 2
+MAKERS = "makers"  # suffix of what made a kernel, for `k3c compile --explain`
 
 
 def build_kernels(requests: Sequence[KernelRequest], target: Target) -> dict[str, bytes]:
@@ -52,7 +60,25 @@ def build_kernel(request: KernelRequest, target: Target) -> bytes:
         what = f"template {request.name} does not compile: {_last_line(exc)}"
         raise CodegenError(what, f"{listed}; {target.name}") from exc
     object_cache.store(key, built)
+    made_by = json.dumps(kernel_makers(request, target)).encode()
+    object_cache.store(kernel_identity(request, target), made_by, MAKERS)
     return built
+
+
+def why_missing(request: KernelRequest, target: Target) -> str | None:
+    """Say why a kernel must be built; None where the cache has it.
+
+    Returns:
+        What has changed since it was built last, or that it never was.
+    """
+    if object_cache.load(kernel_key(request, target)) is not None:
+        return None
+    before = object_cache.load(kernel_identity(request, target), MAKERS)
+    if before is None:
+        return "not built before"
+    known, now = json.loads(before), kernel_makers(request, target)
+    changed = [name for name in now if known.get(name) != now[name]]
+    return f"{' and '.join(changed)} changed" if changed else "its entry is gone or damaged"
 
 
 def _build_on_all_cores(requests: Mapping[str, KernelRequest], target: Target) -> dict[str, bytes]:

@@ -66,10 +66,38 @@ def kernel_key(request: KernelRequest, target: Target) -> str:
             the key.
         target: The device; its CPU name and features decide the code.
     """
+    module = type(request.template).__module__
+    return _key(request.name, module, _typed(request.constants), _arch(target))
+
+
+def kernel_makers(request: KernelRequest, target: Target) -> dict[str, str]:
+    """Return digests of what makes a kernel's code, its constants and target aside."""
+    return _makers(type(request.template).__module__, target.kind)
+
+
+def kernel_identity(request: KernelRequest, target: Target) -> str:
+    """Return the key of what a kernel is, whatever code and tools make it: sha256 in hex."""
+    return _digest(["identity", request.name, _typed(request.constants), _arch(target)])
+
+
+def _typed(constants: Constants) -> tuple[tuple[str, Constant, str], ...]:
     # 1, 1.0 and True are equal, and would share an entry of a dictionary.
-    constants = tuple((k, v, type(v).__name__) for k, v in sorted(request.constants.items()))
-    arch = (target.kind, target.arch, target.mcpu, target.lanes, *target.features)
-    return _key(request.name, type(request.template).__module__, constants, arch)
+    return tuple((k, v, type(v).__name__) for k, v in sorted(constants.items()))
+
+
+def _arch(target: Target) -> tuple[str | int, ...]:
+    return (target.kind, target.arch, target.mcpu, target.lanes, *target.features)
+
+
+@cache
+def _makers(module: str, kind: str) -> dict[str, str]:
+    return {
+        "the template's code": module_digest(module),
+        "the code that calls the compiler": _digest(
+            [file_code(path).digest for path in _LOWERING[kind]]
+        ),
+        "the compiler's version": _digest(dict(toolchain(kind))),
+    }
 
 
 @cache
@@ -79,15 +107,10 @@ def _key(
     constants: tuple[tuple[str, Constant, str], ...],
     arch: tuple[str | int, ...],
 ) -> str:
-    kind = str(arch[0])
-    parts = {
-        "template": name,
-        "source": module_digest(module),
-        "constants": constants,
-        "arch": arch,
-        "lowering": [file_code(path).digest for path in _LOWERING[kind]],
-        "toolchain": dict(toolchain(kind)),
-    }
+    return _digest([name, constants, arch, _makers(module, str(arch[0]))])
+
+
+def _digest(parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

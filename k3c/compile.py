@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ from k3c.codegen.template import packed_nbytes
 from k3c.console import Console
 from k3c.deployment import target_and_mesh
 from k3c.errors import ConfigError, PlanError
+from k3c.explain import explain_kernels
 from k3c.export_cache import Compute, exported
 from k3c.ir.graph import Module
 from k3c.ir.text import show
@@ -50,6 +51,7 @@ from k3c.passes.weight_table import weight_table
 from k3c.targets.catalogue import Stage, Template
 from k3c.targets.mesh import Mesh
 from k3c.targets.target import Target
+from k3c.unchanged import INPUTS_FILE, existing, inputs_of, to_text
 
 if TYPE_CHECKING:
     from k3c.model.checkpoint import Checkpoint
@@ -74,6 +76,7 @@ class CompileOptions:
         rank: Which of them to pack weights for at once, and to load where nothing else is said;
             None: the only one, or none of several.
         latent: `sharded` to share the latent projections of the experts too.
+        explain: Say which kernels are built again, and why.
     """
 
     target: str
@@ -86,6 +89,7 @@ class CompileOptions:
     mesh: str = ""
     rank: int | None = None
     latent: str = "replicated"
+    explain: bool = False
 
 
 def export_text(model: Path, compute: str) -> str:
@@ -134,13 +138,29 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
         _check_fits(planned.plans, target, partial(smallest_mesh, config, module, dims, ctx))
     with writer:
         kernels = _add_code(writer, planned, options, console)
-        has_tokenizer = _add_texts(writer, model, module, result)
+        has_tokenizer = _add_texts(writer, model, options, (module, result))
         rank, packs = options.rank or 0, mesh is None or options.rank is not None
         if packs and source.checkpoint is not None:
             _add_weights(writer, source.checkpoint, planned, rank, console)
         packs = packs and source.checkpoint is not None
         info = _model_info(source, options.compute, has_tokenizer, packs)
         return writer.finish(_manifest(info, planned, rank, kernels))
+
+
+def compile_unless_made(
+    model: Path, output: Path, options: CompileOptions, console: Console
+) -> Manifest:
+    """Compile, or leave an artifact alone that the same inputs have made.
+
+    Raises:
+        ConfigError: As for `compile_model`; or the output was made from other inputs.
+        ArtifactError: The same inputs made the output, and it is damaged now.
+    """
+    kept = existing(output, inputs_of(model, asdict(options))) if model.is_file() else None
+    if kept is None:
+        return compile_model(model, output, options, console)
+    console.line(f"unchanged: every input of {output} is the same, and every member is whole")
+    return kept
 
 
 @dataclass(frozen=True)
@@ -170,6 +190,8 @@ def _add_code(
     writer: ArtifactWriter, planned: _Planned, options: CompileOptions, console: Console
 ) -> tuple[Kernel, ...]:
     """Build and add the kernels, the plans that launch them, and what a tuner must know."""
+    for line in explain_kernels(planned.requests, planned.target) if options.explain else ():
+        console.line(line)
     with console.phase(f"kernels ({len(planned.requests)})"):
         kernels = add_kernels(writer, planned.requests, planned.plans, planned.target)
     for plan in planned.plans:
@@ -312,8 +334,16 @@ def _add_weights(
         writer.end_weights(out)
 
 
-def _add_texts(writer: ArtifactWriter, model: Path, module: Module, result: PipelineResult) -> bool:
-    """Add the IR, the pass report and the tokenizer; return whether there is one."""
+def _add_texts(
+    writer: ArtifactWriter,
+    model: Path,
+    options: CompileOptions,
+    made: tuple[Module, PipelineResult],
+) -> bool:
+    """Add the IR, the pass report, the tokenizer and the inputs; return if there is a tokenizer."""
+    module, result = made
+    if model.is_file():
+        writer.add_text(INPUTS_FILE, to_text(inputs_of(model, asdict(options))))
     writer.add_text("ir/00-export.k3", show(module))
     for name, text in sorted(result.texts.items()):
         writer.add_text(name, text)

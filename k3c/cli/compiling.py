@@ -61,9 +61,10 @@ def compile_(
     mesh: MeshOpt = "",
     rank: RankOpt = None,
     latent: LatentOpt = "replicated",
+    explain: Annotated[bool, typer.Option(help="say what is built again, and why")] = False,
 ) -> None:
     """Compile a checkpoint, or a config.json without weights, into an artifact for one target."""
-    from k3c.compile import CompileOptions, compile_model
+    from k3c.compile import CompileOptions, compile_unless_made
     from k3c.console import Console
 
     options = CompileOptions(
@@ -77,9 +78,10 @@ def compile_(
         mesh,
         rank,
         latent,
+        explain,
     )
     with Console() as console:
-        compile_model(model, output, options, console)
+        compile_unless_made(model, output, options, console)
 
 
 @app.command()
