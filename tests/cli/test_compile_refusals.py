@@ -115,7 +115,7 @@ def test_a_scale_byte_of_255(compile_, toy):
 
 def test_an_unknown_target(compile_):
     line = compile_(2, "ConfigError", "--target", "abacus")
-    assert "unknown target 'abacus'" in line
+    assert "unknown target or topology 'abacus'" in line
     assert "cpu-avx2" in line
 
 
