@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -62,7 +63,7 @@ class Engine:
         self._scheduler = Scheduler(self._buckets, self._state, self._prefix, max_chunk_tokens)
         self._runner = Runner(loaded, self._state)
         self._requests: dict[int, Request] = {}
-        self._next_id = 0
+        self._ids = itertools.count()
         self._tokenizer: Tokenizer | None = None
 
     @classmethod
@@ -178,11 +179,22 @@ class Engine:
         Raises:
             ConfigError: The request cannot be served; nothing is queued then.
         """
-        request = check_request(self._next_id, prompt_token_ids, options, self.manifest)
-        self._next_id += 1
+        request = self.prepare(prompt_token_ids, options)
+        self.enqueue(request)
+        return request.id
+
+    def prepare(self, prompt_token_ids: Iterable[int], options: RequestOptions) -> Request:
+        """Check a request and give it an id; safe in any thread, and changes nothing else.
+
+        Raises:
+            ConfigError: The request cannot be served.
+        """
+        return check_request(next(self._ids), prompt_token_ids, options, self.manifest)
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request that `prepare` made."""
         self._requests[request.id] = request
         self._scheduler.submit(request)
-        return request.id
 
     def cancel(self, request_id: int) -> None:
         """Drop a request and free its state; no effect when it has finished."""
