@@ -52,12 +52,14 @@ class Shard:
     """The part of a checkpoint tensor that a rank reads; printed `axis*size` in dimension `dim`.
 
     It is `size` indices, from `size` times the rank's coordinate along mesh axis `axis` on; those
-    past the tensor's end are zero.
+    past the tensor's end are zero. A `placed` one, printed `axis@size`, is those `size` indices
+    that a placement of experts gives to the rank, in its order.
     """
 
     axis: str
     dim: int
     size: int
+    placed: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,10 @@ class Call:
     attrs: Mapping[str, int] = field(default_factory=dict[str, int])
     rank_attrs: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
-    def at(self, rank: int) -> dict[str, int]:
-        """Return the layer attributes of one rank; every axis of a mesh runs over all ranks."""
-        return {**self.attrs, **{name: k * rank for name, (_, k) in self.rank_attrs.items()}}
+    def at(self, place: Mapping[str, int]) -> dict[str, int]:
+        """Return the layer attributes of the rank with coordinates `place`, by mesh axis."""
+        own = {name: factor * place[axis] for name, (axis, factor) in self.rank_attrs.items()}
+        return {**self.attrs, **own}
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,14 @@ A is the activation dtype, W the stored dtype of a weight.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from k3c.ir.graph import Node
+from k3c.ir.graph import Node, Value
 from k3c.ir.op_spec import AttrSpec, Level, OpSpec, epilogues
 from k3c.ir.signature import FLOATS, Binding, parse_signature
+from k3c.ir.types import Dim, SymDim
 
-__all__ = ["COLLECTIVES", "OPS", "epilogues"]
+__all__ = ["COLLECTIVES", "OPS", "epilogues", "rank_multiple"]
 
 
 def _column_ranges(node: Node, binding: Binding) -> str | None:
@@ -60,6 +62,43 @@ def _gathered(node: Node, binding: Binding) -> str | None:
     ranks = whole.shape[0] if whole.shape else 0
     if len(node.results) != 1 or not same or not isinstance(ranks, int):
         return f"%{node.results[0].name} is {whole}, expected [ranks, ...] of {part}"
+    return None
+
+
+def _exchanged(node: Node, binding: Binding) -> str | None:
+    """Check that the results are the operands with the rows of all ranks."""
+    return _rows_of_ranks(node.operands, node.results)
+
+
+def _returned(node: Node, binding: Binding) -> str | None:
+    """Check that the result is the operand with the rows of one rank."""
+    return _rows_of_ranks(node.results, node.operands)
+
+
+def _rows_of_ranks(own: tuple[Value, ...], of_all: tuple[Value, ...]) -> str | None:
+    """Check that values differ in the number of rows alone, by one factor."""
+    if len(own) != len(of_all):
+        return f"{len(of_all)} values with the rows of all ranks for {len(own)} of one"
+    for one, every in zip(own, of_all, strict=True):
+        same = one.type.dtype == every.type.dtype and one.type.shape[1:] == every.type.shape[1:]
+        if not same or rank_multiple(one.type.shape[0], every.type.shape[0]) is None:
+            return f"%{one.name} is {one.type}, %{every.name} with the rows of all {every.type}"
+    return None
+
+
+def rank_multiple(own: Dim, of_all: Dim) -> int | None:
+    """Return how many times a dimension goes into another one; None: not a whole number."""
+    sizes = [d.times if isinstance(d, SymDim) else d for d in (own, of_all)]
+    symbols = [replace(d, times=1) if isinstance(d, SymDim) else None for d in (own, of_all)]
+    if symbols[0] != symbols[1] or sizes[1] % sizes[0]:
+        return None
+    return sizes[1] // sizes[0]
+
+
+def _mapped(node: Node, binding: Binding) -> str | None:
+    """Check that experts are found by a map, or by the first expert of the rank."""
+    if OPS[node.op].roles[len(node.operands) - 1] == "expert_map" and "first_expert" in node.attrs:
+        return "a map and first_expert: which experts are local is said twice"
     return None
 
 
@@ -199,6 +238,11 @@ _TABLE = (
         {**_ROUTE, **_LOCAL_EXPERTS},
     ),
     _op(
+        "map_experts", "both",
+        "weights: f32[T, k], experts: i32[T, k], expert_map?: i32[E, C] -> f32[T, k], i32[T, k]",
+        {"num_experts": _INT, **_FIRST_EXPERT}, extra=_mapped,
+    ),
+    _op(
         "grouped_linear", "model",
         "x: A[T, K] | A[T, k, K], w: mxfp4[E, N, K], experts: i32[T, k] -> ...",
         {**_FIRST_EXPERT, **_TOTAL_EXPERTS}, extra=_column_ranges,
@@ -263,8 +307,9 @@ _TABLE = (
     ),
     _op(
         "route_dispatch", "kernel",
-        "logits: f32[T, E], bias: f32[E] -> f32[T, k], i32[num_experts+1], i32[T, k]",
-        {**_ROUTE, "num_experts": _INT, **_FIRST_EXPERT},
+        "logits: f32[T, E], bias: f32[E], expert_map?: i32[E, C]"
+        " -> f32[T, k], i32[num_experts+1], i32[T, k]",
+        {**_ROUTE, "num_experts": _INT, **_FIRST_EXPERT}, extra=_mapped,
     ),
     _op(
         "grouped_gemm", "kernel",
@@ -288,6 +333,11 @@ _TABLE = (
     _op(
         "all_gather", "both", "x: A[*S] -> ...", {"axis": AttrSpec("axis")}, extra=_gathered,
     ),
+    _op(
+        "dispatch_tokens", "both", "x: A[T, L], weights: f32[T, k], experts: i32[T, k] -> ...",
+        {"axis": AttrSpec("axis")}, extra=_exchanged,
+    ),
+    _op("combine_tokens", "both", "x: A[T, L] -> ...", {"axis": AttrSpec("axis")}, extra=_returned),
     _op("join_columns", "both", "x: A[R, T, N] -> ...", {}, extra=_joined),
     _op(
         "advance", "kernel",
@@ -298,6 +348,6 @@ _TABLE = (
 )  # fmt: skip
 
 # Done by the runtime between ranks: no kernel template implements them.
-COLLECTIVES = ("all_reduce", "all_gather")
+COLLECTIVES = ("all_reduce", "all_gather", "dispatch_tokens", "combine_tokens")
 
 OPS: Mapping[str, OpSpec] = {spec.name: spec for spec in _TABLE}

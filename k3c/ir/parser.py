@@ -6,10 +6,12 @@ module   = "k3ir 1" "level" word ["mesh" "(" axis "=" size, ... ")"] dim* graph*
 dim      = "dim" name "in" "[" lo "," (hi | "?") "]"
 graph    = "graph" "@"name "(" param, ... ")" ["->" type, ...] "{" weight* node* return "}"
 param    = ("carry" | "state" | "io") value ":" type
-weight   = "weight" value ":" type "from" (string ["@" "(" axis "*" size | "-", ... ")"]), ...
+weight   = "weight" value ":" type "from" (string ["@" "(" part | "-", ... ")"]), ...
+part     = axis ("*" | "@") size
 node     = value, ... "=" op "(" value, ... ")" [attrs] ":" type, ... ["#" loc]
 return   = "return" [name "=" value, ...]
-type     = dtype "[" dim, ... "]" ["as" layout] ["@" "(" axis | "-", ... ")"]
+type     = dtype "[" size, ... "]" ["as" layout] ["@" "(" axis | "-", ... ")"]
+size     = integer | [integer "*"] name
 attrs    = "{" name ":" attr, ... "}"
 attr     = number | word | "true" | "false" | string | "layer."name | "(" attr, ... ")"
 schedule = "schedule" "{" (name layer "{" name ":" (integer | axis "*" integer), ... "}")* "}"
@@ -20,6 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, TypeVar, cast
 
 from k3c.ir.graph import (
@@ -198,14 +201,16 @@ class Parser:
         self.dims[name] = SymDim(name, low, high)
 
     def _dim(self) -> Dim:
-        start = self.scan.at
+        start, times = self.scan.at, 1
         if self.scan.text[start : start + 1].isdigit():
-            return self._integer()
+            times = self._integer()
+            if not self.scan.accept("*"):
+                return times
         name = self.scan.take(NAME, "a dimension: a number or a name")
         if name not in self.dims:
             hint = f"add a line `dim {name} in [1, 64]` above the graphs"
             raise self.scan.complaint(f"dimension {name} is unknown", hint, start)
-        return self.dims[name]
+        return replace(self.dims[name], times=times)
 
     def _graph(self) -> Graph:
         self.values = {}
@@ -255,19 +260,22 @@ class Parser:
         start = self.scan.at
         if not self.scan.accept("@ ("):
             return None
-        words = self._list(self._axis_times, ")")
-        shards = [Shard(*word, size) for word, size in self._placed(words)]
+        words = self._list(self._part, ")")
+        shards = [replace(part, dim=dim) for dim, part in enumerate(words) if part]
         if len(words) != rank or len(shards) != 1:
             hint = "write axis*size for one dimension and - for each other one"
             raise self.scan.complaint(f"{len(shards)} of {rank} dimensions sharded", hint, start)
         return shards[0]
 
-    @staticmethod
-    def _placed(
-        words: list[tuple[str, int] | None],
-    ) -> list[tuple[tuple[str, int], int]]:
-        """Return ((axis, dimension), size) of the words that are not -."""
-        return [((word[0], dim), word[1]) for dim, word in enumerate(words) if word]
+    def _part(self) -> Shard | None:
+        """Parse what a rank has of a dimension, which the caller knows."""
+        axis = self._axis()
+        if axis is None:
+            return None
+        placed = self.scan.accept("@")
+        if not placed:
+            self.scan.expect("*", "a part is written tp*768: coordinate times size")
+        return Shard(axis, 0, self._integer(), placed)
 
     def _axis_times(self) -> tuple[str, int] | None:
         axis = self._axis()

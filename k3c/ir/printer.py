@@ -91,7 +91,7 @@ def _shard(shard: Shard | None, rank: int) -> str:
     if shard is None:
         return ""
     words = ["-"] * rank
-    words[shard.dim] = f"{shard.axis}*{shard.size}"
+    words[shard.dim] = f"{shard.axis}{'@' if shard.placed else '*'}{shard.size}"
     return f" @ ({', '.join(words)})"
 
 

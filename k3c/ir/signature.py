@@ -189,7 +189,8 @@ def _bind_axis(word: str, found: str | None, binding: Binding) -> str | None:
 
 def _dim(dim: Dim | None) -> str:
     if isinstance(dim, SymDim):
-        return f"{dim.name} in [{dim.lo}, {'?' if dim.hi is None else dim.hi}]"
+        times = f"{dim.times} times " if dim.times > 1 else ""
+        return f"{times}{dim.name} in [{dim.lo}, {'?' if dim.hi is None else dim.hi}]"
     return "not computable" if dim is None else str(dim)
 
 

@@ -39,15 +39,24 @@ DTYPES: Mapping[str, DType] = {d.name: d for d in (F64, F32, BF16, F8, I64, I32,
 
 @dataclass(frozen=True)
 class SymDim:
-    """A symbolic dimension with an inclusive range; `hi` None: unbounded (an error to plan)."""
+    """A symbolic dimension with an inclusive range; `hi` None: unbounded (an error to plan).
+
+    With `times` it is so many times the symbol: the rows of that many ranks. The range is still
+    that of the symbol.
+    """
 
     name: str
     lo: int
     hi: int | None
+    times: int = 1
 
     def __str__(self) -> str:
-        """Return the name as the IR text writes it."""
-        return self.name
+        """Return the dimension as the IR text writes it, `T` or `4*T`."""
+        return self.name if self.times == 1 else f"{self.times}*{self.name}"
+
+    def bind(self, dims: Mapping[str, int]) -> Dim:
+        """Return the size under a binding; the dimension itself where it leaves it open."""
+        return self.times * dims[self.name] if self.name in dims else self
 
 
 Dim = int | SymDim
@@ -85,7 +94,7 @@ class TensorType:
 
     def bind(self, dims: Mapping[str, int]) -> TensorType:
         """Return this type with the symbolic dimensions in `dims` replaced by integers."""
-        shape = tuple(dims.get(d.name, d) if isinstance(d, SymDim) else d for d in self.shape)
+        shape = tuple(d.bind(dims) if isinstance(d, SymDim) else d for d in self.shape)
         return replace(self, shape=shape)
 
     # Kept: a plan asks for the sizes of each of its types hundreds of times.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k3c.errors import VerifyError
 from k3c.ir.graph import Attr, Graph, LayerAttr, Module, Node, Shard, Value
-from k3c.ir.ops import OPS
+from k3c.ir.ops import OPS, rank_multiple
 from k3c.ir.printer import node_line, show_node
 from k3c.ir.scanner import snippet
 from k3c.ir.types import ROW_MAJOR, Dim, SymDim, TensorType
@@ -70,7 +70,7 @@ def _verify_dims(module: Module) -> None:
     for graph in module.graphs:
         for value in _values(graph):
             for dim in value.type.shape:
-                if isinstance(dim, SymDim) and known.get(dim.name) != dim:
+                if isinstance(dim, SymDim) and known.get(dim.name) != replace(dim, times=1):
                     what = f"dimension {dim.name} of %{value.name} is not the module's"
                     raise VerifyError(what, f"graph @{graph.name}", "add it to the module's dims")
 
@@ -211,6 +211,12 @@ def _wrong_axis(node: Node, axes: dict[str, int]) -> _Finding | None:
     if axis not in axes:
         known = ", ".join(axes) or "none"
         return _Finding(f"mesh axis {axis} is unknown", node.op, f"axes of the mesh: {known}")
+    if node.op in ("dispatch_tokens", "combine_tokens"):
+        few, many = node.operands[0].type.shape[0], node.results[0].type.shape[0]
+        few, many = (few, many) if node.op == "dispatch_tokens" else (many, few)
+        if rank_multiple(few, many) != axes[axis]:
+            what = f"{many} rows are not those of {axes[axis]} ranks with {few}"
+            return _Finding(what, node.results[0].name, f"{axis}={axes[axis]} ranks exchange rows")
     if node.op == "all_gather" and node.results[0].type.shape[0] != axes[axis]:
         what = f"{node.results[0].type} gathers {axes[axis]} ranks"
         return _Finding(what, node.results[0].name, "its first dimension counts the ranks")
@@ -305,7 +311,7 @@ def _finite(value: Attr) -> bool:
 
 
 def _positive(dim: Dim) -> bool:
-    return isinstance(dim, SymDim) or dim >= 1
+    return (dim.times if isinstance(dim, SymDim) else dim) >= 1
 
 
 def _parameters(graph: Graph) -> Iterator[Value]:

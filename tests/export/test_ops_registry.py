@@ -10,6 +10,7 @@ KERNEL_OPS = {
     *("dispatch", "grouped_gemm", "combine_norm", "add", "kda_fb", "norm_linear"),
     *("kda_verify", "kda_fold"),
     *("route_dispatch", "all_reduce", "all_gather", "join_columns", "norm_columns", "advance"),
+    *("map_experts", "dispatch_tokens", "combine_tokens"),
 }
 MODEL_OPS = sorted(set(REFERENCE) - KERNEL_OPS)
 

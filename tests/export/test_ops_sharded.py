@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from k3c.export.ops import REFERENCE
+from k3c.placement.expert_map import expert_map
+from k3c.placement.placement import Placement
 
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 4])
 ROUTE = {"k": 3, "renormalize": True, "scale": 1.0}
@@ -63,6 +65,49 @@ def test_route_dispatch_is_route_and_dispatch(ranks):
         want = weights, *call("dispatch", chosen, **mine)
         got = call("route_dispatch", logits, bias, **ROUTE, **mine)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def placed(experts, ranks, slots):
+    """A drawn placement of one layer: every expert somewhere, none twice on a rank."""
+    generator, held = torch.Generator().manual_seed(5), [[] for _ in range(ranks)]
+    for expert in torch.randperm(experts, generator=generator).tolist():
+        held[min(range(ranks), key=lambda r: len(held[r]))].append(expert)
+    for rank in held:
+        others = [e for e in torch.randperm(experts, generator=generator).tolist() if e not in rank]
+        rank += others[: slots - len(rank)]
+    return Placement(experts, ranks, slots, {0: tuple(map(tuple, held))})
+
+
+@pytest.mark.parametrize(("experts", "ranks", "slots"), [(7, 3, 3), (12, 5, 3), (8, 2, 6)])
+def test_the_sum_of_placed_experts_is_the_mixture_and_every_row_is_computed_once(
+    experts, ranks, slots
+):
+    placement = placed(experts, ranks, slots)
+    logits, bias, x = torch.randn(9, experts), torch.randn(experts), torch.randn(9, 32)
+    codes, scales = experts_of(experts, 5, 32)
+    weights, chosen = call("route_topk", logits, bias, **ROUTE)
+    want = call("combine", call("grouped_linear", x, (codes, scales), chosen), weights)
+    table, total, rows = torch.from_numpy(expert_map(placement, 0)), torch.zeros(9, 5), 0
+    for r in range(ranks):
+        held = list(placement.layers[0][r])
+        own = table[r * experts :][:experts]
+        part, offsets, order = call("route_dispatch", logits, bias, own, **ROUTE, num_experts=slots)
+        assert torch.equal(part, call("map_experts", weights, chosen, own, num_experts=slots)[0])
+        found = call("grouped_gemm", x, (codes[held], scales[held]), offsets, order)
+        total += call("combine", found, part)
+        rows += int(offsets[-1])
+    assert rows == chosen.numel()
+    assert torch.allclose(total, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+
+
+def test_tokens_take_the_replicas_of_an_expert_in_turn():
+    # Expert 1 has three replicas, the second of them in slot 4 of this rank; expert 0 is elsewhere.
+    table = i32(1, -1, -1, -1, 3, -1, 4, -1).view(2, 4)
+    weights = torch.ones(7, 2)
+    found, local = call("map_experts", weights, i32(*[1, 0] * 7).view(7, 2), table, num_experts=5)
+    assert local[:, 0].tolist() == [-1, 4, -1, -1, 4, -1, -1]
+    assert (local[:, 1] == -1).all()
+    assert torch.equal(found != 0, local >= 0)
 
 
 def test_a_rank_lists_only_the_rows_of_its_experts():

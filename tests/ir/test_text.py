@@ -132,7 +132,7 @@ def test_parts_of_sources_and_attributes_of_ranks_are_printed_as_parsed():
     assert weight.shards == (Shard("tp", 0, 8), None)
     assert experts.shards == (Shard("ep", 0, 4),)
     assert module.schedule[0].rank_attrs == {"first_expert": ("ep", 4)}
-    assert module.schedule[0].at(3) == {"first_expert": 12, "rows": 1}
+    assert module.schedule[0].at({"tp": 1, "ep": 3}) == {"first_expert": 12, "rows": 1}
 
 
 @pytest.mark.parametrize(

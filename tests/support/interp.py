@@ -168,5 +168,7 @@ def bind_dims(kind: TensorType, tensor: Tensor, dims: dict[str, int], where: str
     assert tensor.dtype == TORCH[kind.dtype.name], f"{where}: {tensor.dtype}, type {kind}"
     assert tensor.dim() == len(kind.shape), f"{where}: {list(tensor.shape)}, type {kind}"
     for dim, size in zip(kind.shape, tensor.shape, strict=True):
-        want = dims.setdefault(dim.name, size) if isinstance(dim, SymDim) else dim
+        if isinstance(dim, SymDim):
+            dims.setdefault(dim.name, size // dim.times)
+        want = dim.bind(dims) if isinstance(dim, SymDim) else dim
         assert size == want, f"{where}: {list(tensor.shape)}, type {kind}, {dims}"

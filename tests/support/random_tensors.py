@@ -15,6 +15,7 @@ from tests.support.interp import TORCH, Operand, Weights
 
 # Two segments: three new tokens, then one that continues two cached ones; row 4 is padding.
 DIMS = {"T": 5, "B": 2, "S": 4, "P": 5, "M": 2}
+_RANK_0 = {"tp": 0, "dp": 0, "ep": 0}
 _FIXED = {
     "seg_start": torch.tensor([0, 3], dtype=torch.int32),
     "seg_tokens": torch.tensor([3, 1], dtype=torch.int32),
@@ -52,7 +53,7 @@ def weights_from(sources: Mapping[str, Operand], graph: Graph) -> Weights:
 
 def layer_attrs_of(module: Module, graph: Graph) -> Mapping[str, int]:
     """Return the last call's layer attributes at rank 0; 1 for each without a schedule."""
-    calls = [call.at(0) for call in module.schedule if call.graph == graph.name]
+    calls = [call.at(_RANK_0) for call in module.schedule if call.graph == graph.name]
     return calls[-1] if calls else dict.fromkeys(layer_attrs(graph), 1)
 
 

@@ -60,6 +60,34 @@ def local_route_topk(
     return torch.where(mine, weights, 0.0), experts
 
 
+@reference("map_experts")
+def map_experts(
+    weights: Tensor, experts: Tensor, expert_map: Tensor | None = None, *, num_experts: int,
+    first_expert: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Number chosen experts within this rank, and take the weights of the others away.
+
+    Args:
+        weights: f32[T, k].
+        experts: i32[T, k], logical experts.
+        expert_map: i32[E, C]: how many replicas each logical expert has, then for each replica its
+            physical expert on this rank, or -1 where another rank has it. Token t takes replica
+            t mod the number of replicas. None: the experts from `first_expert` on, once each.
+        num_experts: Physical experts of this rank.
+        first_expert: The first of them, where they are not mapped.
+
+    Returns:
+        weights f32[T, k], 0 for an expert of another rank; physical experts i32[T, k], -1 there.
+    """
+    if expert_map is None:
+        local = _local(experts, num_experts, first_expert)
+    else:
+        rows = expert_map[experts.long()]
+        token = torch.arange(len(experts), device=experts.device)[:, None]
+        local = rows.gather(-1, (1 + token % rows[..., 0])[..., None].long()).squeeze(-1)
+    return torch.where(local >= 0, weights, 0.0), local.to(torch.int32)
+
+
 @reference("dispatch")
 def dispatch(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor]:
     """Sort the rows of this rank's experts by expert.
@@ -85,19 +113,19 @@ def dispatch(experts: Tensor, *, num_experts: int, first_expert: int = 0) -> tup
 
 @reference("route_dispatch")
 def route_dispatch(
-    logits: Tensor, bias: Tensor, *, k: int, renormalize: bool, scale: float, num_experts: int,
-    first_expert: int = 0,
+    logits: Tensor, bias: Tensor, expert_map: Tensor | None = None, *, k: int, renormalize: bool,
+    scale: float, num_experts: int, first_expert: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`route_topk`, then `dispatch` of its experts.
+    """`route_topk`, then `map_experts` of its choice, then `dispatch`.
 
     Returns:
         weights f32[T, k], 0 for experts of other ranks; offsets i32[num_experts + 1] and order
         i32[T, k] as `dispatch` gives them.
     """
     mine = {"num_experts": num_experts, "first_expert": first_expert}
-    route = {"k": k, "renormalize": renormalize, "scale": scale}
-    weights, experts = local_route_topk(logits, bias, **route, **mine)
-    return weights, *dispatch(experts, **mine)
+    chosen = route_topk(logits, bias, k, renormalize, scale)
+    weights, experts = map_experts(*chosen, expert_map, **mine)
+    return weights, *dispatch(experts, num_experts=num_experts)
 
 
 @reference("grouped_linear")
@@ -139,6 +167,21 @@ def all_reduce(*parts: Tensor, axis: str) -> tuple[Tensor, ...]:
 def all_gather(part: Tensor, *, axis: str) -> Tensor:
     """Return the parts of the ranks of `axis`, stacked in order of rank; here of one rank."""
     return part[None]
+
+
+@reference("dispatch_tokens")
+def dispatch_tokens(*own: Tensor, axis: str) -> tuple[Tensor, ...]:
+    """Return the rows of all ranks of `axis` in order of rank, with their choice of experts.
+
+    Here of one rank. A row whose experts all lie elsewhere may stay unwritten.
+    """
+    return own
+
+
+@reference("combine_tokens")
+def combine_tokens(part: Tensor, *, axis: str) -> Tensor:
+    """Return this rank's rows of the sum over the ranks of `axis`, rounded; here of one rank."""
+    return part
 
 
 @reference("join_columns")
