@@ -11,8 +11,8 @@ from k3c.errors import ConfigError
 
 Share = Literal["replicated", "sharded"]
 _WHERE = "--mesh"
-_LATER = {"dp": "data", "pp": "pipeline"}
-_SHORT = re.compile(r"(T|TE|DE)P(\d+)")
+AXES: tuple[str, ...] = ("tp", "ep", "dp", "pp")
+_SHORT = re.compile(r"(T|TE|DE|E|D|P)P(\d+)")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,16 @@ class Mesh:
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The mesh's axes as the IR names them."""
-        return tuple((axis, size) for axis, size in (("tp", self.tp), ("ep", self.ep)) if size > 1)
+        return tuple((axis, self.size(axis)) for axis in AXES if self.size(axis) > 1)
+
+    def size(self, axis: str) -> int:
+        """Return the ranks along an axis."""
+        return {"tp": self.tp, "ep": self.ep, "dp": self.dp, "pp": self.pp}[axis]
+
+    @property
+    def stage_ranks(self) -> int:
+        """Number of ranks of a pipeline stage."""
+        return self.tp * self.dp
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
         """Return where a rank stands along every axis."""
@@ -62,6 +71,19 @@ class Mesh:
         ep = dp * self.tp + tp if self.ep > 1 else 0
         return {"tp": tp, "dp": dp, "pp": pp, "ep": ep}
 
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """Return the ranks, in order, that a rank works with along an axis, itself among them.
+
+        Along ep these are all ranks of its stage, if they share the experts; along any other axis
+        those that differ from it there alone.
+        """
+        own, moved = self.coordinates(rank), ("tp", "dp") if axis == "ep" else (axis,)
+        if self.size(axis) == 1:
+            return (rank,)
+        kept = [name for name in ("tp", "dp", "pp") if name not in moved]
+        places = ((other, self.coordinates(other)) for other in range(self.ranks))
+        return tuple(other for other, place in places if all(place[a] == own[a] for a in kept))
+
     def __str__(self) -> str:
         """Return the mesh as the command line takes it."""
         later = "".join(f",{a}={n}" for a, n in (("dp", self.dp), ("pp", self.pp)) if n > 1)
@@ -69,47 +91,64 @@ class Mesh:
 
 
 def parse_mesh(text: str, latent: str = "replicated") -> Mesh | None:
-    """Return the mesh of a text like `tp=16,ep=16` or `TEP16`; None where it has one rank.
+    """Return the mesh of a text like `tp=8,dp=9,ep=72` or `TEP16`; None where it has one rank.
 
     Args:
-        text: Axes and sizes, an axis that is not there has size 1; or the field's short name: TP8
-            shares columns of all experts, TEP8 the experts. Empty: one rank.
+        text: Axes and sizes, an axis that is not there has size 1; or the field's short names,
+            joined by x: TP8 shares heads and columns of all experts; EP8 makes all ranks of a
+            stage share the experts, and must be all of them; TEP8 is TP8 with EP8; DP9 and PP2 are
+            groups with requests of their own and pipeline stages; DEP8 is DP8 with EP8. Empty: one
+            rank.
         latent: `replicated` or `sharded`.
 
     Raises:
         ConfigError: An axis or a size is wrong, or the axes do not go together.
     """
-    sizes = _short(text) or {"tp": 1, "ep": 1}
-    words = [] if _SHORT.fullmatch(text) else text.split(",")
-    for word in filter(None, (part.strip() for part in words)):
-        axis, _, size = word.partition("=")
-        if axis in _LATER:
-            raise _not_yet(axis)
-        if axis not in sizes or not size.isdecimal() or int(size) < 1:
-            raise ConfigError(f"found {word!r}", _WHERE, "write it as tp=16,ep=16")
-        sizes[axis] = int(size)
-    if sizes["ep"] not in (1, sizes["tp"]):
-        hint = f"ep runs over the ranks of tp: ep={sizes['tp']} or ep=1"
-        raise ConfigError(f"ep={sizes['ep']} with tp={sizes['tp']}", _WHERE, hint)
+    sizes = _short(text) or _sizes(text)
+    stage = sizes["tp"] * sizes["dp"]
+    if sizes["ep"] not in (1, stage):
+        hint = f"ep runs over the ranks of tp and dp: ep={stage} or ep=1"
+        raise ConfigError(f"ep={sizes['ep']} with tp={sizes['tp']},dp={sizes['dp']}", _WHERE, hint)
     if latent not in ("replicated", "sharded"):
         raise ConfigError(f"found {latent!r}", "--latent", "replicated or sharded")
     share: Share = "sharded" if latent == "sharded" else "replicated"
-    return Mesh(tp=sizes["tp"], ep=sizes["ep"], latent=share) if sizes["tp"] > 1 else None
+    mesh = Mesh(sizes["tp"], sizes["ep"], sizes["dp"], sizes["pp"], share)
+    return mesh if mesh.ranks > 1 else None
 
 
-def _not_yet(axis: str) -> ConfigError:
-    what = f"mesh axis {axis}: {_LATER[axis]} parallelism is not supported yet"
-    return ConfigError(what, _WHERE, "use tp and ep, as in tp=16,ep=16")
+def _one_rank() -> dict[str, int]:
+    return dict.fromkeys(AXES, 1)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """Return the sizes of a text of axes."""
+    sizes = _one_rank()
+    named: set[str] = set()
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        axis, _, size = word.partition("=")
+        if axis not in sizes or not size.isdecimal() or int(size) < 1:
+            hint = f"write it as tp=16,ep=16 or TEP16; the axes are {', '.join(AXES)}"
+            raise ConfigError(f"found {word!r}", _WHERE, hint)
+        if axis in named:
+            raise ConfigError(f"axis {axis} twice in {text!r}", _WHERE, "name each axis once")
+        named.add(axis)
+        sizes[axis] = int(size)
+    return sizes
 
 
 def _short(text: str) -> dict[str, int] | None:
-    """Return the sizes of a short name; None: it is none."""
-    found = _SHORT.fullmatch(text)
-    if found is None:
+    """Return the sizes of a name such as TEP16 or TP8xPP2; None: it is none."""
+    words = [_SHORT.fullmatch(word) for word in re.split("[x\u00d7+]", text)]
+    if not all(words):
         return None
-    kind, ranks = found[1], int(found[2])
-    if kind == "DE":
-        raise _not_yet("dp")
-    if ranks < 1:
-        raise ConfigError(f"found {text!r}", _WHERE, "write it as TEP16 or tp=16,ep=16")
-    return {"tp": ranks, "ep": ranks if kind == "TE" else 1}
+    sizes = _one_rank()
+    named: set[str] = set()
+    for found in filter(None, words):
+        name, size = found[1], int(found[2])
+        axes = {"TE": ("tp", "ep"), "DE": ("dp", "ep")}.get(name, (f"{name.lower()}p",))
+        if size < 1 or named & set(axes):
+            what = f"an axis twice in {text!r}" if size else f"found {text!r}"
+            raise ConfigError(what, _WHERE, "write it as TEP16, TP8xPP2 or TP8xDP9xEP72")
+        named |= set(axes)
+        sizes |= dict.fromkeys(axes, size)
+    return sizes
