@@ -12,6 +12,7 @@ from k3c.ir.rewrite import RewriteLog
 from k3c.ir.types import MXFP4, ROW_MAJOR
 
 if TYPE_CHECKING:
+    from k3c.placement.placement import Placement
     from k3c.targets.catalogue import Catalogue
     from k3c.targets.mesh import Mesh
     from k3c.targets.target import Target
@@ -19,12 +20,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassContext:
-    """The device, its kernel templates (injected), the log of the running pass, and the mesh."""
+    """What passes know of the world.
+
+    Attributes:
+        target: The device.
+        catalogue: Its kernel templates, injected.
+        log: Of the running pass.
+        mesh: The ranks that share the model; None: one.
+        placement: Which experts every rank holds; None: by number, as `contiguous` places them.
+    """
 
     target: Target
     catalogue: Catalogue
     log: RewriteLog = field(default_factory=RewriteLog)
     mesh: Mesh | None = None
+    placement: Placement | None = None
+
+    @property
+    def expert_slots(self) -> int:
+        """Physical experts of a rank and layer that a map must find; 0: as the mesh needs."""
+        if self.placement is None or self.placement.is_contiguous:
+            return 0
+        return self.placement.slots_per_rank
 
     def implements(self, op: str) -> bool:
         """Whether the catalogue has a template for an op: fusions for some targets ask."""

@@ -5,6 +5,7 @@ Before:  %weights, %experts = route_topk(%logits, %bias) {k, renormalize, scale,
          %offsets, %order = dispatch(%experts) {num_experts, first_expert}
 After:   %weights, %offsets, %order = route_dispatch(%logits, %bias) {all of these}
 
+With a map of experts between them (map_experts of the choice), the map is the third operand.
 Saves a launch and a round trip of the choice. Runs after lower_moe, and only where the catalogue
 implements route_dispatch.
 """
@@ -53,8 +54,37 @@ def _fuse(match: Match) -> Replacement:
     return Replacement((node,))
 
 
+_MAPPED = """
+    %chosen, %experts = route_topk(%logits, %bias)
+    %weights, %local = map_experts(%chosen, %experts, %map)
+    %offsets, %order = dispatch(%local)
+"""
+
+
+def _other_slots(match: Match) -> Refusal | None:
+    """Refuse where the choice is cut before the map, or the order lists other slots."""
+    route, dispatch = match.node("chosen").attrs, match.node("offsets").attrs
+    mapped, listed = match.node("weights").attrs["num_experts"], dispatch["num_experts"]
+    cut = route.get("num_experts", 0) or dispatch.get("first_expert", 0)
+    if cut or mapped != listed:
+        reason = f"a map to {mapped} physical experts, an order of {listed}"
+        return Refusal(reason, f"%{match['weights'].name}")
+    return None
+
+
+def _fuse_mapped(match: Match) -> Replacement:
+    route = match.node("chosen")
+    operands = match["logits"], match["bias"], match["map"]
+    results = match["weights"], match["offsets"], match["order"]
+    attrs = {**route.attrs, "num_experts": match.node("weights").attrs["num_experts"]}
+    return Replacement((Node("route_dispatch", operands, results, attrs, route.loc),))
+
+
 _HANDLES = frozenset({"route_topk.num_experts", "route_topk.first_expert", "dispatch.first_expert"})
-RULES = (Rule("route_dispatch", parse_pattern(_PATTERN), _fuse, _other_experts, handles=_HANDLES),)
+RULES = (
+    Rule("route_dispatch", parse_pattern(_PATTERN), _fuse, _other_experts, handles=_HANDLES),
+    Rule("mapped", parse_pattern(_MAPPED), _fuse_mapped, _other_slots, handles=_HANDLES),
+)
 
 
 def expected(module: Module) -> int | None:

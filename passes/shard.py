@@ -6,11 +6,14 @@ After:   weight %w_o: bf16[7168, 768] from "...o_proj.weight" @ (-, tp*768)
          %o_part = linear(%y, %w_o) : bf16[T, 7168]
          %o = all_reduce(%o_part) {axis: tp} : bf16[T, 7168]
 
-All ranks run the same text: a shape is what a rank holds, a source says which part of it. Heads,
-rows of gates and ups, columns of downs and the vocabulary go over tp, routed experts over ep (or
-their rows and columns over tp); what belongs to one rank alone is a layer attribute (first_expert,
-first_row, first_column). A sum of partial products is rounded on each rank, then reduced, as late
-as its readers allow, and two reductions that do not wait for each other are one message.
+All ranks of a stage run the same text: a shape is what a rank holds, a source says which part of
+it. Heads, rows of gates and ups, columns of downs and the vocabulary go over tp, routed experts
+over ep (or their rows and columns over tp); what belongs to one rank alone is a layer attribute
+(first_expert, first_row, first_column). A sum of partial products is rounded on each rank, then
+reduced, as late as its readers allow, and two reductions that do not wait for each other are one
+message. Over dp every rank has requests of its own: dispatch_tokens brings the latent rows and the
+choices of all of them to the experts, combine_tokens sums and brings them back. Experts that do
+not divide, or that a placement deals out, are found by a map: map_experts.
 Saves memory and bytes read by the number of ranks; without a mesh the module stays as it is.
 Runs after canonicalize, before every fusion: fusions see the parts, and concatenate them.
 """
@@ -24,6 +27,7 @@ from k3c.ir.edit import Index, ordered
 from k3c.ir.graph import Attr, Call, Graph, Input, LayerAttr, Module, Node, Value, Weight
 from k3c.ir.types import TensorType
 from k3c.passes.context import MODEL_LEVEL, NO_DEAD_NODES, PassContext
+from k3c.passes.sharding_experts import Exchange
 from k3c.passes.sharding_nodes import local_types, on_local_operands, one_message, resized
 from k3c.passes.sharding_rules import Rule, rule_of, shard_of
 from k3c.targets.mesh import Mesh
@@ -53,7 +57,7 @@ def run(module: Module, ctx: PassContext) -> Module:
     mesh = ctx.mesh
     if mesh is None or module.mesh:
         return module
-    sharders = [_Sharder(graph, mesh) for graph in module.graphs]
+    sharders = [_Sharder(graph, mesh, ctx.expert_slots) for graph in module.graphs]
     graphs = tuple(sharder.run() for sharder in sharders)
     for sharder in sharders:
         for rule in sharder.rules.values():
@@ -74,8 +78,9 @@ class _Sharder:
     rows of this rank's experts only. `starts` are the layer attributes that name a rank's part.
     """
 
-    def __init__(self, graph: Graph, mesh: Mesh) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, expert_slots: int) -> None:
         self.graph, self.mesh, self.index = graph, mesh, Index(graph)
+        self.exchange = Exchange(mesh, expert_slots, self.index.fresh)
         self.rules: dict[str, Rule] = {w.value.name: rule_of(w) for w in graph.weights}
         self.weights: dict[str, Weight] = {}
         self.values: dict[str, Value] = {}
@@ -94,7 +99,8 @@ class _Sharder:
         outputs = tuple((name, self._summed(value)) for name, value in self.graph.outputs)
         nodes = ordered(one_message(self.nodes))
         assert not isinstance(nodes, str), f"{self.graph.name}: a cycle at %{nodes}"
-        return Graph(self.graph.name, inputs, tuple(self.weights.values()), nodes, outputs)
+        weights = (*self.weights.values(), *self.exchange.weights)
+        return Graph(self.graph.name, inputs, weights, nodes, outputs)
 
     def _input(self, item: Input) -> Input:
         value, dim = item.value, _STATE_DIMS.get(item.value.name)
@@ -108,7 +114,7 @@ class _Sharder:
         return replace(item, value=value)
 
     def _weight(self, weight: Weight) -> None:
-        shard, value = shard_of(weight, self.mesh), weight.value
+        shard, value = shard_of(weight, self.mesh, self.exchange.wanted_slots), weight.value
         if shard is not None:
             value = replace(value, type=resized(value.type, shard.dim, shard.size))
             weight = replace(weight, value=value, shards=(shard,))
@@ -118,7 +124,7 @@ class _Sharder:
     def _node(self, node: Node) -> None:
         """Add the local form of a node."""
         rule = self._rule(node)
-        if node.op == "linear" and rule in ("columns", "latent_columns") and self._shard(node):
+        if node.op == "linear" and rule.endswith("columns") and self._shard(node):
             self._emit(node, partial=True)
         elif node.op == "linear" and rule in ("vocabulary", "latent_rows") and self._shard(node):
             self._gather(node)
@@ -127,10 +133,14 @@ class _Sharder:
             self._emit(node, {"first_row": LayerAttr("first_row")}, partial=True)
         elif node.op == "rms_norm" and self._feeds_latent_columns(node):
             self._norm_columns(node)
-        elif self.mesh.ep > 1 and node.op in ("route_topk", "grouped_linear"):
+        elif self.mesh.ep > 1 and node.op == "route_topk":
+            self._route(node)
+        elif self.mesh.ep > 1 and node.op == "grouped_linear":
             self._experts(node)
         elif node.op == "grouped_linear":
-            self._emit(node, partial=rule == "expert_columns")
+            self._emit(node, partial=rule == "expert_columns" and bool(self._shard(node)))
+        elif self.mesh.dp > 1 and node.op == "combine" and self._reads_local_rows(node):
+            self._return(node)
         elif node.op in ("add", "combine"):
             self._sum(node)
         else:
@@ -138,7 +148,7 @@ class _Sharder:
 
     def _rowwise(self, node: Node) -> None:
         """Add a node whose rows do not meet; only some may read rows of local experts."""
-        local_rows = any(v.name in self.local_rows for v in node.operands)
+        local_rows = self._reads_local_rows(node)
         if local_rows and node.op != "situ":
             what = f"{node.op} reads rows that other ranks have"
             raise PassError(what, f"graph @{self.graph.name}, %{node.results[0].name}")
@@ -151,17 +161,44 @@ class _Sharder:
         parts = any(name in self.partial | self.local_rows for name in names)
         self._emit(node, partial=keep and parts, sum_first=not keep)
 
+    def _route(self, node: Node) -> None:
+        """Add a routing: its weights are those of this rank's experts, or a map takes them."""
+        slots = self.exchange.slots(node.operands[1].type.sizes[0])
+        attrs: dict[str, Attr] = {}
+        if self.exchange.direct(slots):
+            self._start("first_expert", "ep", slots.count)
+            attrs = {"num_experts": slots.count, "first_expert": LayerAttr("first_expert")}
+        self._emit(node, attrs)
+        self.exchange.routed(node)
+        if self.mesh.dp == 1 and slots.mapped:
+            self.nodes += self.exchange.map(node.results[1], self.values)
+
     def _experts(self, node: Node) -> None:
-        """Add a routing, or a product with the experts of this rank."""
-        if node.op == "route_topk":
-            experts = node.operands[1].type.sizes[0] // self.mesh.ep
-            attrs: dict[str, Attr] = {"num_experts": experts}
-        else:
-            experts = self._shard(node)
-            attrs = {"total_experts": node.operands[1].type.sizes[0]}
-        self._start("first_expert", "ep", experts)
-        attrs["first_expert"] = LayerAttr("first_expert")
-        self._emit(node, attrs, local_rows=node.op == "grouped_linear")
+        """Add a product with the experts of this rank, of the rows of all ranks of dp."""
+        total = node.operands[1].type.sizes[0]
+        slots, x = self.exchange.slots(total), node.operands[0]
+        if self.mesh.dp > 1 and x.name not in self.local_rows:
+            self._summed(x)
+            self.nodes += self.exchange.dispatch(node, self.values)
+        attrs: dict[str, Attr] = {"total_experts": total}
+        if not slots.mapped:
+            self._start("first_expert", "ep", slots.count)
+        if self.exchange.direct(slots):
+            attrs["first_expert"] = LayerAttr("first_expert")
+        self._emit(node, attrs, local_rows=True)
+
+    def _return(self, node: Node) -> None:
+        """Add the sum of the experts' rows, and what brings every rank its own."""
+        result = node.results[0]
+        every = Value(self.index.fresh(f"{result.name}_all"), result.type)
+        self._emit(replace(node, results=(every,)))
+        partial = self.mesh.tp > 1
+        own = replace(result, name=self.index.fresh(f"{result.name}_part")) if partial else result
+        axis: dict[str, Attr] = {"axis": "dp"}
+        back = Node("combine_tokens", (self.values[every.name],), (own,), axis, node.loc)
+        self.nodes.append(back)
+        self.values[result.name] = own
+        self.partial |= {result.name} if partial else set()
 
     def _norm_columns(self, node: Node) -> None:
         """Add a norm of whole rows that keeps this rank's columns."""
@@ -187,8 +224,9 @@ class _Sharder:
         partial: bool = False, local_rows: bool = False, sum_first: bool = True,
     ) -> None:  # fmt: skip
         """Add a node on local operands with local result types."""
+        sum_first = sum_first and node.op != "combine"
         operands = tuple(
-            self._summed(v) if sum_first and node.op != "combine" else self.values[v.name]
+            self.exchange.seen(node, v) or (self._summed(v) if sum_first else self.values[v.name])
             for v in node.operands
         )
         local = on_local_operands(node, operands, self.mesh.tp)
@@ -222,6 +260,9 @@ class _Sharder:
         """Return how much of the second operand a rank has in the sharded dimension; 0: all."""
         weight = self.weights.get(node.operands[1].name)
         return weight.shards[0].size if weight and weight.shards and weight.shards[0] else 0
+
+    def _reads_local_rows(self, node: Node) -> bool:
+        return any(v.name in self.local_rows for v in node.operands)
 
     def _feeds_latent_columns(self, node: Node) -> bool:
         readers = [self.graph.nodes[p] for p in self.index.read_by(node.results[0])]

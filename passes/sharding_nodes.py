@@ -35,8 +35,9 @@ def local_types(node: Node, local: Node) -> tuple[TensorType, ...]:
     if operands == tuple(v.type for v in node.operands) and "columns" not in local.attrs:
         return whole
     if local.op in ("linear", "grouped_linear"):
-        width = operands[1].shape[-2]
-        return tuple(resized(kind, len(kind.shape) - 1, width) for kind in whole)
+        rows = operands[2].shape if local.op == "grouped_linear" else operands[0].shape[:-1]
+        shape = (*rows, operands[1].shape[-2])
+        return tuple(replace(kind, shape=shape) for kind in whole)
     if local.op == "cast":
         return (replace(whole[0], shape=operands[0].shape),)
     types = whole if local.op == "embed" else OPS[local.op].infer(operands, local.attrs)

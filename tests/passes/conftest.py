@@ -4,7 +4,7 @@
     why: one sentence
     refused: a refusal's text that must be reported (optional)
     catalogue: templates of tests/support/fake_layouts.py (optional)
-    mesh: as --mesh takes it, `+ latent` where latent projections are sharded (optional)
+    mesh: as --mesh takes it, then `latent=sharded` and the like, with ` + ` between (optional)
     == before
     <IR>
     == after                     or  == unchanged: <refusal>   or  == error: <Class> [line N]
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -60,8 +60,9 @@ class Case:
     @property
     def mesh(self) -> Mesh | None:
         """The mesh that the case names."""
-        axes, _, latent = self.header.get("mesh", "").partition(" + ")
-        return parse_mesh(axes, "sharded" if latent else "replicated")
+        axes, *shares = self.header.get("mesh", "").split(" + ")
+        mesh = parse_mesh(axes)
+        return mesh and replace(mesh, **dict(share.split("=") for share in shares))
 
 
 def read_case(text: str) -> Case:
@@ -130,7 +131,7 @@ def check_rewrite(case: Case) -> None:
     if case.mesh is None:
         assert_same_meaning(before, after)
     else:
-        assert_ranks_compute_the_same(before, after)
+        assert_ranks_compute_the_same(before, after, case.mesh)
 
 
 def assert_idempotent(case: Case, after: Module) -> None:

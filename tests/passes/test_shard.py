@@ -20,7 +20,7 @@ from k3c.passes.pipeline import PIPELINE, run_pipeline
 from k3c.targets.mesh import Mesh
 from tests.support.fake_layouts import TARGET, catalogue
 from tests.support.interp import checkpoint_weights, interpret
-from tests.support.ranks import Ranks, from_checkpoint
+from tests.support.ranks import Group, Ranks, from_checkpoint
 from tests.support.steps import error, new_state, step_inputs
 from tests.support.tiny_checkpoint import four_heads_config_json
 
@@ -31,6 +31,14 @@ MESHES = {
     "tp4": Mesh(4, 1),
     "tp2ep2-latent": Mesh(2, 2, latent="sharded"),
     "tp4-latent": Mesh(4, 1, latent="sharded"),
+    "tp4ep4-whole-ends": Mesh(4, 4, shared="replicated", vocabulary="replicated"),
+    "tp2-latent-shared": Mesh(2, 1, latent="sharded", shared="replicated"),
+    "dep2": Mesh(1, 2, 2),
+    "dep4": Mesh(1, 4, 4),
+    "tp2dp2ep4": Mesh(2, 4, 2),
+    "tp2dp2ep4-latent": Mesh(2, 4, 2, latent="sharded"),
+    "dp2": Mesh(1, 1, 2),
+    "dep3-uneven": Mesh(1, 3, 3),
 }
 MESH = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES.keys())
 # Ranks sum products in another order: some units of 2^-24 relative to the largest logit.
@@ -52,48 +60,58 @@ def context(mesh: Mesh) -> PassContext:
     return PassContext(TARGET, catalogue("ranks"), mesh=mesh)
 
 
-STEPS = (
-    ([torch.tensor([5, 64, 3, 9, 21]), torch.tensor([65, 2, 40])], [0, 0]),
-    ([torch.tensor([33]), torch.tensor([7])], [5, 3]),
-)
+def steps_of(rank, config):
+    """Two steps of a data-parallel rank: a prefill of two requests, then a token of each."""
+    words = torch.Generator().manual_seed(rank)
+    ids = [torch.randint(0, config.vocab_size, (n,), generator=words) for n in (5, 3, 1, 1)]
+    return (ids[:2], [0, 0]), (ids[2:], [5, 3])
 
 
-def run_whole(model):
+def run_whole(model, rank):
     module, checkpoint = model
     weights, state, logits = checkpoint_weights(checkpoint), new_state(module, 3, 3), []
-    for chunks, context_tokens in STEPS:
+    for chunks, context_tokens in steps_of(rank, checkpoint.config):
         run = interpret(module, step_inputs(chunks, context_tokens, 1), state, weights)
         state, logits = run.state, [*logits, run.outputs["logits"]]
     return torch.cat(logits)
 
 
-def run_ranks(module, checkpoint, count):
-    ranks = Ranks(module, from_checkpoint(checkpoint), count)
+def run_ranks(module, checkpoint, mesh, placement=None):
+    """Return the logits of every rank."""
+    ranks = Ranks(module, Group(mesh, from_checkpoint(checkpoint), placement))
     states, logits = ranks.states(3, 3), []
-    for chunks, context_tokens in STEPS:
-        runs = ranks.step(step_inputs(chunks, context_tokens, 1), states)
+    for steps in zip(*(steps_of(dp, checkpoint.config) for dp in range(mesh.dp)), strict=True):
+        runs = ranks.step([step_inputs(*step, 1) for step in steps], states)
         states = [run.state for run in runs]
         logits.append(torch.stack([run.outputs["logits"] for run in runs]))
     return torch.cat(logits, dim=1)
 
 
+def assert_as_whole(model, module, mesh, placement=None):
+    """Check that every rank has the logits of its own requests, and return all ranks'."""
+    got = run_ranks(module, model[1], mesh, placement)
+    want = [run_whole(model, dp) for dp in range(mesh.dp)]
+    for rank in range(mesh.ranks):
+        assert error(got[rank], want[mesh.coordinates(rank)["dp"]]) <= BOUND, f"rank {rank}"
+    return got
+
+
 @MESH
 def test_ranks_together_compute_the_logits_of_the_whole_model(model, mesh):
-    module, checkpoint = model
-    sharded = shard.run(module, context(mesh))
+    sharded = shard.run(model[0], context(mesh))
     verify(sharded)
-    want, got = run_whole(model), run_ranks(sharded, checkpoint, mesh.ranks)
-    assert error(got, want.expand_as(got)) <= BOUND
+    assert_as_whole(model, sharded, mesh)
 
 
 @MESH
 def test_every_fusion_keeps_what_the_ranks_compute(model, mesh):
-    module, checkpoint = model
+    module = model[0]
     fused = run_pipeline(module, context(mesh)).module
-    want, got = run_whole(model), run_ranks(fused, checkpoint, mesh.ranks)
-    assert error(got, want.expand_as(got)) <= BOUND
-    # Every rank samples from the same bits.
-    assert all(torch.equal(got[0], other) for other in got[1:])
+    got = assert_as_whole(model, fused, mesh)
+    # All ranks of a request sample from the same bits.
+    for rank in range(mesh.ranks):
+        first = mesh.group(rank, "tp")[0]
+        assert torch.equal(got[first], got[rank]), f"ranks {first} and {rank}"
 
 
 @MESH
@@ -103,8 +121,8 @@ def test_the_score_head_gathers_what_it_scores(model, mesh):
     inputs = step_inputs([ids], [0], 1) | {"targets": torch.arange(57, 65, dtype=torch.int32)}
     state, weights = new_state(module, 2, 2), checkpoint_weights(checkpoint)
     want = interpret(module, inputs, state, weights, head="score_head").outputs["logprobs"]
-    ranks = Ranks(shard.run(module, context(mesh)), from_checkpoint(checkpoint), mesh.ranks)
-    for run in ranks.step(inputs, ranks.states(2, 2), "score_head"):
+    ranks = Ranks(shard.run(module, context(mesh)), Group(mesh, from_checkpoint(checkpoint)))
+    for run in ranks.step([inputs] * mesh.dp, ranks.states(2, 2), "score_head"):
         assert error(run.outputs["logprobs"], want) <= BOUND
 
 
@@ -127,7 +145,7 @@ def test_ranks_differ_in_nothing_but_the_coordinate(model):
     sharded = shard.run(model[0], context(Mesh(4, 4)))
     call = next(c for c in sharded.schedule if c.graph == "kda_moe")
     assert call.rank_attrs == {"first_expert": ("ep", 2)}
-    assert [call.at(rank)["first_expert"] for rank in range(4)] == [0, 2, 4, 6]
+    assert [call.at({"ep": rank})["first_expert"] for rank in range(4)] == [0, 2, 4, 6]
 
 
 LAUNCHES = {
