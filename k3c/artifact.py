@@ -79,7 +79,9 @@ class Command:
         kind: "launch" of a kernel; "copy" (args: to, from, bytes); "collective" (args: to, from,
             bytes of this rank's part, ranks, this rank's place among them; an all_gather's result
             holds the parts in order); "wait" does nothing, but commands can wait for it.
-        kernel: A launch's kernel by its symbol; "all_reduce" or "all_gather" for a collective.
+        kernel: A launch's kernel by its symbol; a collective's name: "all_reduce", "all_gather",
+            "dispatch_tokens" (gathers the rows of all ranks, all that an expert of the rank needs)
+            or "combine_tokens" (sums, and leaves every rank its own rows).
         args: What the kernel is called with, in order.
         reads: Ids of the buffers that it reads.
         writes: Ids of the buffers that it writes.
@@ -197,13 +199,16 @@ class SourceRange:
     """What a rank reads of a checkpoint tensor: indices start .. stop - 1 of dimension `dim`.
 
     Indices past the tensor's end are zero. `dim` -1: all of it. With an `axis` these are the
-    indices of the first rank along that mesh axis; the next one's follow, as many.
+    indices of the first rank along that mesh axis; the next one's follow, as many. Where they are
+    `placed`, they are physical experts, counted over all ranks: the placement says which logical
+    expert each of them is.
     """
 
     dim: int
     start: int
     stop: int
     axis: str = ""
+    placed: bool = False
 
 
 @dataclass(frozen=True)

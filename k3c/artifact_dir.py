@@ -45,6 +45,7 @@ CANDIDATES_FILE = "candidates.json"
 LIBRARY_FOLDER = "lib"
 TOKENIZER_FOLDER = "tokenizer"
 PASSES_FILE = "passes.json"
+PLACEMENT_FILE = "placement.json"  # which experts every rank holds, where a map says it
 MAX_JSON_BYTES = 64 << 20  # a manifest of all of K3 is under 4 MiB
 QUICK_WEIGHTS_BYTES = 1 << 30  # "quick" hashes weights up to this size: about a second
 MEMBER_NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]*(/[a-z0-9_-][a-z0-9_.-]*)*")

@@ -59,4 +59,4 @@ def _range(part: SourceRange, place: Mapping[str, int]) -> SourceRange:
         return part
     size = part.stop - part.start
     start = part.start + place[part.axis] * size
-    return SourceRange(part.dim, start, start + size)
+    return SourceRange(part.dim, start, start + size, placed=part.placed)

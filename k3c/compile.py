@@ -25,14 +25,14 @@ from k3c.artifact import (
     WeightEntry,
     to_json,
 )
-from k3c.artifact_dir import CANDIDATES_FILE, PASSES_FILE, TOKENIZER_FOLDER
+from k3c.artifact_dir import CANDIDATES_FILE, PASSES_FILE, PLACEMENT_FILE, TOKENIZER_FOLDER
 from k3c.artifact_writer import ArtifactWriter
 from k3c.buckets import bucket_sizes, make_buckets
 from k3c.candidates import candidate_list, select_variants
 from k3c.codegen.kernel_key import KernelRequest, kernel_symbol
 from k3c.codegen.template import packed_nbytes
 from k3c.console import Console
-from k3c.deployment import target_and_mesh
+from k3c.deployment import chosen_placement, target_and_mesh
 from k3c.errors import ConfigError, PlanError
 from k3c.explain import explain_kernels
 from k3c.export_cache import Compute, exported
@@ -48,6 +48,7 @@ from k3c.passes.schedule import run as schedule
 from k3c.passes.select_kernels import Selected
 from k3c.passes.select_kernels import run as select_kernels
 from k3c.passes.weight_table import weight_table
+from k3c.placement.placement import Placement
 from k3c.targets.catalogue import Stage, Template
 from k3c.targets.mesh import Mesh
 from k3c.targets.target import Target
@@ -76,6 +77,9 @@ class CompileOptions:
         rank: Which of them to pack weights for at once, and to load where nothing else is said;
             None: the only one, or none of several.
         latent: `sharded` to share the latent projections of the experts too.
+        shared: `replicated` to keep the shared experts whole on every rank.
+        vocabulary: `replicated` to keep embedding and head whole on every rank.
+        placement: File that says which experts every rank holds; None: by number.
         explain: Say which kernels are built again, and why.
     """
 
@@ -89,6 +93,9 @@ class CompileOptions:
     mesh: str = ""
     rank: int | None = None
     latent: str = "replicated"
+    shared: str = "sharded"
+    vocabulary: str = "sharded"
+    placement: Path | None = None
     explain: bool = False
 
 
@@ -127,24 +134,24 @@ def compile_model(model: Path, output: Path, options: CompileOptions, console: C
     source = _Source(model, config, None if model.is_file() else _open_checkpoint(model, config))
     with console.phase("export"):
         module = _export(config, options.compute, source.checkpoint, cache.page_tokens)
-    ctx = PassContext(target, catalogue_of(target), mesh=mesh)
+    placed = chosen_placement(module, mesh, options.placement, console)
+    ctx = PassContext(target, catalogue_of(target), mesh=mesh, placement=placed)
     with console.phase("passes"):
         result = run_pipeline(module, ctx)
     with console.phase("plan"):
         buckets = _chosen(make_buckets(cache, target, options.max_num_batched_tokens), options)
         select = select_variants if options.candidates else _select
-        planned = _plan(select(result.module, buckets, target), cache, target)
+        planned = _plan(select(result.module, buckets, target), cache, target, placed)
         dims = {"S": cache.slots, "P": cache.pages}
         _check_fits(planned.plans, target, partial(smallest_mesh, config, module, dims, ctx))
     with writer:
         kernels = _add_code(writer, planned, options, console)
         has_tokenizer = _add_texts(writer, model, options, (module, result))
-        rank, packs = options.rank or 0, mesh is None or options.rank is not None
-        if packs and source.checkpoint is not None:
-            _add_weights(writer, source.checkpoint, planned, rank, console)
-        packs = packs and source.checkpoint is not None
-        info = _model_info(source, options.compute, has_tokenizer, packs)
-        return writer.finish(_manifest(info, planned, rank, kernels))
+        packed = source.checkpoint if mesh is None or options.rank is not None else None
+        if packed is not None:
+            _add_weights(writer, packed, planned, options.rank or 0, console)
+        info = _model_info(source, options.compute, has_tokenizer, packed is not None)
+        return writer.finish(_manifest(info, planned, options.rank or 0, kernels))
 
 
 def compile_unless_made(
@@ -196,6 +203,8 @@ def _add_code(
         kernels = add_kernels(writer, planned.requests, planned.plans, planned.target)
     for plan in planned.plans:
         writer.add_plan(plan)
+    if planned.placement is not None:
+        writer.add_text(PLACEMENT_FILE, planned.placement.to_json())
     if options.candidates:
         writer.add_text(CANDIDATES_FILE, to_json(candidate_list(planned.selections)))
     return kernels
@@ -243,6 +252,7 @@ class _Planned:
     plans: tuple[Plan, ...]
     weights: tuple[WeightEntry, ...]
     requests: tuple[KernelRequest, ...]
+    placement: Placement | None = None
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -269,14 +279,16 @@ def _select(module: Module, buckets: Sequence[Bucket], target: Target) -> list[S
     return [select_kernels(module, bucket, catalogue, target) for bucket in buckets]
 
 
-def _plan(selections: Sequence[Selected], cache: CacheInfo, target: Target) -> _Planned:
+def _plan(
+    selections: Sequence[Selected], cache: CacheInfo, target: Target, placement: Placement | None
+) -> _Planned:
     """Plan every bucket."""
     table = weight_table(selections, packed_nbytes)
     requests: dict[str, KernelRequest] = {}
     symbol_of = partial(_symbol, requests)
     plans = tuple(build_plan(schedule(s), table, symbol_of) for s in selections)
     ordered = tuple(requests[symbol] for symbol in sorted(requests))
-    return _Planned(target, cache, tuple(selections), plans, table.entries, ordered)
+    return _Planned(target, cache, tuple(selections), plans, table.entries, ordered, placement)
 
 
 def _largest(plans: Sequence[Plan]) -> dict[str, int]:
@@ -329,7 +341,7 @@ def _add_weights(
     with console.phase("weights"):
         counter = console.count("weights", total_bytes)
         out = writer.start_weights(total_bytes)
-        packer = WeightPacker(checkpoint, planned.mesh, rank, counter.add)
+        packer = WeightPacker(checkpoint, planned.mesh, rank, counter.add, planned.placement)
         packer.write(planned.weights, out)
         writer.end_weights(out)
 

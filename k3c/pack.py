@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from k3c.artifact import PART_BYTES, Manifest, Member, WeightEntry, to_json
-from k3c.artifact_dir import read_manifest
+from k3c.artifact_dir import PLACEMENT_FILE, check_hash, read_manifest
 from k3c.artifact_ranks import rank_count
 from k3c.artifact_writer import MemberWriter, WeightsWriter, disk_faults
 from k3c.console import Console
@@ -24,6 +24,7 @@ from k3c.errors import CheckpointError, ConfigError
 from k3c.files import write_text
 from k3c.model.checkpoint import Checkpoint
 from k3c.model.config import config_digest, load_config
+from k3c.placement.placement import Placement, placement_from_json
 from k3c.rank_weights import RankWeights, artifact_digest, note_path, weights_path
 from k3c.weights import WeightPacker
 
@@ -52,13 +53,23 @@ def pack(model: Path, directory: Path, rank: int, console: Console) -> RankWeigh
         path.parent.mkdir(exist_ok=True)
         with _locked(part) as file:
             counter = console.count(path.name, manifest.space_bytes["weights"])
-            packer = WeightPacker(checkpoint, manifest.mesh, rank, counter.add)
+            placement = read_placement(directory, manifest)
+            packer = WeightPacker(checkpoint, manifest.mesh, rank, counter.add, placement)
             member = _write(manifest, packer, file, journal)
             part.rename(path)
         made = RankWeights(rank, artifact_digest(directory), member)
         write_text(note, to_json(made))
         journal.unlink(missing_ok=True)
     return made
+
+
+def read_placement(directory: Path, manifest: Manifest) -> Placement | None:
+    """Return which experts every rank of an artifact holds; None: no map says it."""
+    if PLACEMENT_FILE not in manifest.members:
+        return None
+    path = directory / PLACEMENT_FILE
+    check_hash(path, PLACEMENT_FILE, manifest.members[PLACEMENT_FILE])
+    return placement_from_json(path.read_text(encoding="utf-8"), str(path))
 
 
 def _check_rank(manifest: Manifest, directory: Path, rank: int) -> None:

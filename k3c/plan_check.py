@@ -15,7 +15,7 @@ from k3c.errors import PlanError
 from k3c.plan_order import races, unknown_waits
 
 STATE_SPACES = ("kv_pages", "state_slots")
-COLLECTIVES = ("all_reduce", "all_gather")
+COLLECTIVES = ("all_reduce", "all_gather", "dispatch_tokens", "combine_tokens")
 ITEM_BYTES: Mapping[str, int] = {"i32": 4, "i64": 8, "f32": 4}
 
 
@@ -213,8 +213,10 @@ def _good_collective(command: Command, sizes: Mapping[str, int]) -> bool:
     to, source, nbytes, ranks, rank = command.args
     if command.writes != (to.buffer,) or command.reads != (source.buffer,):
         return False
-    parts = ranks.value if command.kernel == "all_gather" else 1
-    held = nbytes.value <= sizes[source.buffer] and nbytes.value * parts <= sizes[to.buffer]
+    every = nbytes.value * ranks.value
+    given = every if command.kernel == "combine_tokens" else nbytes.value
+    taken = every if command.kernel in ("all_gather", "dispatch_tokens") else nbytes.value
+    held = given <= sizes[source.buffer] and taken <= sizes[to.buffer]
     placed = bool(rank.layer_attr) or 0 <= rank.value < ranks.value
     return held and nbytes.value >= 0 and placed
 

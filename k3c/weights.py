@@ -16,7 +16,10 @@ from k3c.codegen.template import pack
 from k3c.ir.types import DTYPES, Layout, TensorType
 from k3c.model.checkpoint import Checkpoint
 from k3c.model.tensor_part import Part
+from k3c.placement.expert_map import expert_map
+from k3c.placement.placement import Placement
 
+MAP_SOURCE = "placement.*.expert_map"  # made from the placement, not read
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -29,12 +32,14 @@ class WeightPacker:
         mesh: Axes and sizes of the ranks that share the model.
         rank: Which of them to pack for.
         advance: Called with the bytes of each packed weight.
+        placement: Which logical expert each physical one is; None: no weight is placed.
     """
 
     checkpoint: Checkpoint
     mesh: Mapping[str, int]
     rank: int
     advance: Callable[[int], None] = lambda _: None
+    placement: Placement | None = None
 
     def write(self, entries: Sequence[WeightEntry], out: WeightsWriter) -> None:
         """Write every entry in ascending order of offset; at most one weight is held.
@@ -53,8 +58,16 @@ class WeightPacker:
 
     def arrays(self, entry: WeightEntry) -> tuple[np.ndarray[Any, Any], ...]:
         """Return what `pack` takes: (packed, scale) of an mxfp4 weight, one array of another."""
+        if entry.sources == (MAP_SOURCE,):
+            table = expert_map(self._placed(), entry.layer)
+            return (table[entry.ranges[0].start : entry.ranges[0].stop],)
         if entry.dtype == "mxfp4":
-            pairs = [self.checkpoint.load_experts(s, entry.layer, p) for s, p in _parts(entry)]
+            pairs = [
+                self._placed_experts(source, entry.layer, part)
+                if part is not None and entry.ranges[0].placed
+                else self.checkpoint.load_experts(source, entry.layer, part)
+                for source, part in _parts(entry)
+            ]
             packed, scale = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
             return packed.numpy(), scale.numpy()
         dtype = _TORCH_DTYPES[entry.dtype]
@@ -64,6 +77,22 @@ class WeightPacker:
             # numpy has no bfloat16: the bits travel as uint16.
             return (rows.view(torch.uint16).numpy(),)
         return (rows.numpy(),)
+
+    def _placed(self) -> Placement:
+        assert self.placement is not None, "experts are placed, nobody said where"
+        return self.placement
+
+    def _placed_experts(
+        self, source: str, layer: int, physical: Part
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (packed, scale) of some physical experts, in their order."""
+        logical = [expert for rank in self._placed().layers[layer] for expert in rank]
+        pairs = [
+            self.checkpoint.load_experts(source, layer, Part(0, expert, expert + 1))
+            for expert in logical[physical.start : physical.stop]
+        ]
+        packed, scale = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        return packed, scale
 
 
 def _parts(entry: WeightEntry) -> list[tuple[str, Part | None]]:

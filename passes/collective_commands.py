@@ -35,7 +35,7 @@ def collective_commands(
         args = (
             Arg(buffer=to),
             Arg(buffer=source),
-            Arg(value=operand.type.nbytes),
+            Arg(value=min(operand.type.nbytes, result.type.nbytes)),
             Arg(value=mesh[axis]),
             Arg(layer_attr=PLACE_ATTRS[axis]),
         )

@@ -124,7 +124,7 @@ def weight_range(shard: Shard | None) -> SourceRange:
     """Return what the first rank of a shard's axis reads of a source."""
     if shard is None:
         return SourceRange(-1, 0, 0)
-    return SourceRange(shard.dim, 0, shard.size, shard.axis)
+    return SourceRange(shard.dim, 0, shard.size, shard.axis, shard.placed)
 
 
 def _of_layer(source: str, layer: int, graph: str) -> str:

@@ -45,6 +45,12 @@ RankOpt = Annotated[
     typer.Option("--rank", help="pack this one's weights at once; the others by k3c pack"),
 ]
 LatentOpt = Annotated[str, typer.Option(help="latent projections: replicated or sharded")]
+SharedOpt = Annotated[str, typer.Option(help="shared experts: replicated or sharded")]
+VocabularyOpt = Annotated[str, typer.Option(help="embedding and head: replicated or sharded")]
+PlacementOpt = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(help="which experts every rank holds: a file of k3c place"),
+]
 TextFileOpt = Annotated[Optional[Path], typer.Option("--text", help="UTF-8 text file")]  # noqa: UP045
 TokensOpt = Annotated[
     Optional[Path],  # noqa: UP045

@@ -16,7 +16,10 @@ from k3c.cli.app import (
     LatentOpt,
     MeshOpt,
     ModelArg,
+    PlacementOpt,
     RankOpt,
+    SharedOpt,
+    VocabularyOpt,
     app,
 )
 
@@ -61,6 +64,9 @@ def compile_(
     mesh: MeshOpt = "",
     rank: RankOpt = None,
     latent: LatentOpt = "replicated",
+    shared: SharedOpt = "sharded",
+    vocabulary: VocabularyOpt = "sharded",
+    placement: PlacementOpt = None,
     explain: Annotated[bool, typer.Option(help="say what is built again, and why")] = False,
 ) -> None:
     """Compile a checkpoint, or a config.json without weights, into an artifact for one target."""
@@ -68,18 +74,10 @@ def compile_(
     from k3c.console import Console
 
     options = CompileOptions(
-        target,
-        compute.value,
-        max_num_seqs,
-        max_model_len,
-        max_num_batched_tokens,
-        candidates,
-        tuple(buckets.split(",")) if buckets else (),
-        mesh,
-        rank,
-        latent,
-        explain,
-    )
+        target, compute.value, max_num_seqs, max_model_len, max_num_batched_tokens, candidates,
+        tuple(buckets.split(",")) if buckets else (), mesh, rank, latent, shared, vocabulary,
+        placement, explain,
+    )  # fmt: skip
     with Console() as console:
         compile_unless_made(model, output, options, console)
 

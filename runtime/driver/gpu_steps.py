@@ -76,7 +76,8 @@ def copies(bound: Bound) -> list[tuple[int, int, int]]:
     to, source, nbytes = bound.values[:3]
     if bound.command.kind == "copy":
         return [(to, source, nbytes)]
-    parts = bound.values[3] if bound.command.kernel == "all_gather" else 1
+    gathers = bound.command.kernel in ("all_gather", "dispatch_tokens")
+    parts = bound.values[3] if gathers else 1
     found = [(to + part * nbytes, source, nbytes) for part in range(parts)]
     return [copy for copy in found if copy[0] != copy[1]]
 

@@ -14,12 +14,18 @@ K3 = Path(__file__).parents[1] / "data/configs/kimi-k3-config.json"
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--mesh", "tp=10,ep=10"), ("96 KDA heads by tp=10", "nearest: tp=8,ep=8 or tp=16,ep=16")),
+        (("--mesh", "tp=10,ep=10"), ("96 KDA heads by tp=10", "nearest: tp=8,ep=8 or tp=12,ep=12")),
         (("--mesh", "tp=5"), ("96 MXFP4 blocks", "nearest: tp=4,ep=1 or tp=6,ep=1")),
-        (("--mesh", "tp=3,ep=3"), ("896 experts by ep=3", "nearest: tp=2,ep=2 or tp=4,ep=4")),
-        (("--mesh", "tp=16,ep=8"), ("ep=8 with tp=16", "ep=16 or ep=1")),
-        (("--mesh", "tp=16,dp=2"), ("data parallelism is not supported yet",)),
-        (("--mesh", "pp=2"), ("pipeline parallelism is not supported yet",)),
+        (
+            ("--mesh", "tp=72,ep=72"),
+            ("96 KDA heads by tp=72", "with 72 ranks: tp=24,ep=72,dp=3 or tp=12,ep=72,dp=6"),
+        ),
+        (("--mesh", "TP7xDP2"), ("96 MLA heads by tp=7", "tp=6,ep=1,dp=2 or tp=8,ep=1,dp=2")),
+        (("--mesh", "tp=3,dp=700"), ("2100 ranks, at most 1024",)),
+        (("--mesh", "tp=16,ep=8"), ("ep=8 with tp=16,dp=1", "ep=16 or ep=1")),
+        (("--mesh", "tp=8,dp=9,ep=8"), ("ep=8 with tp=8,dp=9", "ep=72 or ep=1")),
+        (("--mesh", "tp=8,tp=4"), ("axis tp twice",)),
+        (("--mesh", "TEP8xEP8"), ("an axis twice in 'TEP8xEP8'",)),
         (("--mesh", "tp=0"), ("found 'tp=0'", "tp=16,ep=16")),
         (("--mesh", "xp=2"), ("found 'xp=2'",)),
         (("--mesh", "tp=16,ep=16", "--rank", "16"), ("16 is out of range, expected 0..15",)),
@@ -44,7 +50,7 @@ def test_a_model_that_does_not_fit_names_the_smallest_mesh_that_does(refuse, tmp
     options = ("--target", "h200", "--buckets", "decode.b1", "-o", tmp_path / "o")
     line = refuse(3, "PlanError", "compile", K3, *options)
     assert "GiB planned, 138.4 GiB there" in line
-    assert "--mesh tp=16,ep=16 fits" in line
+    assert "--mesh tp=12,ep=12 fits" in line
 
 
 def test_a_rank_of_a_config_alone_is_inspected_and_not_served(run, refuse, toy, tmp_path):

@@ -19,10 +19,11 @@ from k3c.model.tensor_part import Part
 from k3c.passes import shard
 from k3c.passes.context import PassContext
 from k3c.passes.weight_table import weight_range
+from k3c.placement.placement import contiguous
 from k3c.targets.mesh import Mesh
 from k3c.weights import WeightPacker
 from tests.support.fake_layouts import TARGET, catalogue
-from tests.support.ranks import cut, from_checkpoint, rank_weight
+from tests.support.ranks import Group, cut, from_checkpoint, rank_weight
 from tests.support.tiny_checkpoint import four_heads_config_json
 
 EMBED = "language_model.model.embed_tokens.weight"
@@ -43,7 +44,7 @@ def checkpoint(tmp_path_factory):
 def test_a_part_is_a_cut_and_zero_past_the_end(checkpoint, part):
     whole, size = checkpoint.load(EMBED), part.stop - part.start
     want = whole.narrow(part.dim, part.start, size) if part.dim else None
-    want = cut(whole, Shard("tp", 0, size), part.start // size) if want is None else want
+    want = cut(whole, Shard("tp", 0, size), {"tp": part.start // size}) if want is None else want
     assert torch.equal(checkpoint.load(EMBED, part), want)
 
 
@@ -84,13 +85,18 @@ def test_long_parts_of_rows_are_read_row_by_row(tmp_path):
         read_part(stored, (6, 2048), Part(1, 1536, 2048))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(4, 4), Mesh(4, 1), Mesh(2, 2, latent="sharded")], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(4, 4), Mesh(4, 1), Mesh(2, 2, latent="sharded"), Mesh(2, 4, 2), Mesh(1, 3, 3)],
+    ids=str,
+)
 def test_the_packer_reads_what_the_ranks_of_the_ir_hold(checkpoint, mesh):
     module = export_model(checkpoint.config, "bf16", checkpoint.dtype)
     sharded = shard.run(module, PassContext(TARGET, catalogue(""), mesh=mesh))
     axes, rank = dict(mesh.axes), mesh.ranks - 1
-    packer = WeightPacker(checkpoint, axes, rank, lambda _: None)
-    source = from_checkpoint(checkpoint)
+    placement = contiguous(checkpoint.config.num_experts, mesh.ep, [1, 2]) if mesh.ep > 1 else None
+    packer = WeightPacker(checkpoint, axes, rank, lambda _: None, placement)
+    group = Group(mesh, from_checkpoint(checkpoint), placement)
     for graph, layer in (("kda_dense", 0), ("kda_moe", 1), ("mla_moe", 2), ("head", -1)):
         for weight in sharded.graph(graph).weights:
             entry = WeightEntry(
@@ -99,7 +105,7 @@ def test_the_packer_reads_what_the_ranks_of_the_ir_hold(checkpoint, mesh):
                 tuple(map(weight_range, weight.shards)),
             )  # fmt: skip
             entry = weight_of_rank(entry, axes, rank)
-            want = rank_weight(source, weight, layer, rank)
+            want = rank_weight(group, weight, layer, rank)
             wants = want if isinstance(want, tuple) else (want,)
             for got, tensor in zip(packer.arrays(entry), wants, strict=True):
                 bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor

@@ -93,6 +93,10 @@ def test_a_collective_needs_a_known_name_room_and_a_rank():
     assert not collective_findings("all_gather", 64, 2, 1)
     assert not collective_findings("all_reduce", 64, 8, 0)
     assert not collective_findings("all_reduce", 64, 8, 0, to="x")
+    assert not collective_findings("dispatch_tokens", 64, 2, 1)
+    assert collective_findings("dispatch_tokens", 64, 4, 1), "the rows of four ranks are 256 bytes"
+    assert not collective_findings("combine_tokens", 32, 2, 1)
+    assert collective_findings("combine_tokens", 64, 2, 1), "the source has one rank's 64 bytes"
     assert collective_findings("all_gather", 64, 4, 1), "four parts of 64 bytes are 256"
     assert collective_findings("all_reduce", 128, 2, 1), "the source has 64 bytes"
     assert collective_findings("all_reduce", 64, 2, 2), "rank 2 of 2"
