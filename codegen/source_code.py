@@ -23,7 +23,7 @@ _SPEAKERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class SourceCode:
-    """One file: sha256 of its code in hex, and the modules of ours that it names in an import."""
+    """One file: sha256 of its code in hex, and every `module.name` of ours that it imports."""
 
     digest: str
     imports: tuple[str, ...]
@@ -44,8 +44,17 @@ def closure(module_name: str) -> set[str]:
         name = todo.pop()
         if name not in found:
             found.add(name)
-            todo += file_code(file_of(name)).imports
+            todo += map(_module_of, file_code(file_of(name)).imports)
     return found
+
+
+def _module_of(imported: str) -> str:
+    """Return the module of an imported `module.name`: a name of a package may be a module too."""
+    module, _, name = imported.rpartition(".")
+    file = file_of(module)
+    inside = (file.with_name(f"{name}.py"), file.with_name(name) / "__init__.py")
+    is_module = file.name == "__init__.py" and any(path.exists() for path in inside)
+    return imported if is_module else module
 
 
 @cache
@@ -53,7 +62,7 @@ def file_code(path: Path) -> SourceCode:
     """Return the digest and the imports of a file."""
     body = path.read_bytes()
     # Syntax trees, and how they print, change with Python's version.
-    key = hashlib.sha256(f"source {sys.version_info[:2]}\0".encode() + body).hexdigest()
+    key = hashlib.sha256(f"source 2 {sys.version_info[:2]}\0".encode() + body).hexdigest()
     kept = object_cache.load(key, _KIND)
     if kept is not None:
         fields = json.loads(kept)
@@ -74,8 +83,9 @@ def file_of(module_name: str) -> Path:
 
 def _parse(text: str) -> SourceCode:
     tree = ast.parse(text)
-    named = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-    ours = sorted({name for name in named if name is not None and name.startswith(_OURS)})
+    froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    named = {f"{n.module}.{alias.name}" for n in froms for alias in n.names}
+    ours = sorted(name for name in named if name.startswith(f"{_OURS}."))
     _drop_docstrings(tree)
     return SourceCode(hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(ours))
 

@@ -72,6 +72,12 @@ def test_modules_of_which_only_a_number_is_used_count():
     assert TEMPLATES + "tvm.kda_prefill" not in closure(TEMPLATES + "tvm.linear")
 
 
+def test_modules_that_are_imported_from_a_package_count_and_the_package_does_not():
+    found = closure(TEMPLATES + "triton.route")
+    assert {TEMPLATES + "triton.route_kernel", TEMPLATES + "triton.dispatch_kernel"} <= found
+    assert not found & {TEMPLATES + "triton", TEMPLATES + "triton.route_map"}
+
+
 @pytest.mark.parametrize(("more", "same"), [("\n# a comment\n", True), ("\nMORE = 1\n", False)])
 def test_a_comment_in_a_template_leaves_its_kernels_keys(tmp_path, monkeypatch, more, same):
     target, request = load_target("gb300"), KernelRequest(LINEAR_GEMM[0], {"BLOCK_M": 64})
