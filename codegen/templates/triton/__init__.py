@@ -19,6 +19,7 @@ from k3c.codegen.templates.triton import (
     pointwise,
     rms_norm,
     route,
+    route_map,
     sample,
     token_logprob,
 )
@@ -29,6 +30,7 @@ GPU_TEMPLATES: tuple[Template, ...] = (
     *linear_gemm.TEMPLATES,
     *embed.TEMPLATES,
     *route.TEMPLATES,
+    *route_map.TEMPLATES,
     *grouped_gemm.TEMPLATES,
     *combine.TEMPLATES,
     *pointwise.TEMPLATES,

@@ -104,8 +104,12 @@ class Dispatch(_Sorting):
 class _Choosing(TritonTemplate):
     """What route_topk and route_dispatch share: the constants of a choice."""
 
+    mapped: ClassVar[bool] = False  # whether the experts of this rank are found by a map
+
     def accepts(self, node: Node, target: Target) -> Refusal | None:
         """Return why this is not the template for a node, or None."""
+        if (len(node.operands) > 2) != self.mapped:
+            return Refusal(f"{self.name} takes {3 if self.mapped else 2} operands", node.op)
         experts, k = node.operands[0].type.sizes[1], node.results[0].type.sizes[1]
         if not 1 <= k <= min(experts, _MOST_K):
             return Refusal(f"{node.op} chooses 1 to {min(experts, _MOST_K)} experts", k)
