@@ -11,6 +11,7 @@ from k3c.errors import ConfigError, PlanError
 from k3c.mesh_limits import check_mesh, warnings
 from k3c.model.config import TextConfig
 from k3c.passes.place_experts import describe, place_experts
+from k3c.passes.sharding_nodes import most_tokens
 from k3c.placement.placement import Placement, placement_from_json
 from k3c.targets.mesh import Mesh, Share, parse_mesh
 from k3c.targets.target import Target
@@ -87,6 +88,11 @@ def _mesh(
         what = f"{mesh.pp} pipeline stages cannot be compiled yet"
         raise ConfigError(what, f"--mesh {mesh}", "use tp, ep and dp, as in tp=8,dp=2,ep=16")
     check_mesh(config, mesh)
+    most = most_tokens(mesh.dp)
+    if mesh.dp > 1 and mesh.ep > 1 and options.max_num_batched_tokens > most:
+        rows = options.max_num_batched_tokens
+        what = f"experts would see the {rows} rows of each of dp={mesh.dp} ranks"
+        raise ConfigError(what, "--max-num-batched-tokens", f"at most {most} a rank go with it")
     for warning in warnings(config, mesh):
         console.line(f"warning: {warning}")
     return mesh

@@ -28,7 +28,14 @@ from k3c.ir.graph import Attr, Call, Graph, Input, LayerAttr, Module, Node, Valu
 from k3c.ir.types import TensorType
 from k3c.passes.context import MODEL_LEVEL, NO_DEAD_NODES, PassContext
 from k3c.passes.sharding_experts import Exchange
-from k3c.passes.sharding_nodes import local_types, on_local_operands, one_message, resized
+from k3c.passes.sharding_nodes import (
+    local_types,
+    most_tokens,
+    on_local_operands,
+    one_message,
+    resized,
+    with_fewer_rows,
+)
 from k3c.passes.sharding_rules import Rule, rule_of, shard_of
 from k3c.targets.mesh import Mesh
 
@@ -57,6 +64,8 @@ def run(module: Module, ctx: PassContext) -> Module:
     mesh = ctx.mesh
     if mesh is None or module.mesh:
         return module
+    if mesh.dp > 1 and mesh.ep > 1:
+        module = with_fewer_rows(module, most_tokens(mesh.dp))
     sharders = [_Sharder(graph, mesh, ctx.expert_slots) for graph in module.graphs]
     graphs = tuple(sharder.run() for sharder in sharders)
     for sharder in sharders:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from k3c.errors import PassError
-from k3c.ir.graph import Node, Value
+from k3c.ir.graph import Graph, Module, Node, Value
 from k3c.ir.ops import OPS
-from k3c.ir.types import Dim, TensorType
+from k3c.ir.types import Dim, SymDim, TensorType
+
+ROWS_DIM = "T"
+# Rows of all data-parallel ranks in one step: times 16 choices and the 384 tiles of 16 rows of an
+# expert's gate and up they are counted in 32 bits.
+MOST_ROWS = 1 << 18
 
 
 def on_local_operands(node: Node, operands: tuple[Value, ...], ranks: int) -> Node:
@@ -51,6 +57,35 @@ def resized(kind: TensorType, dim: int, size: Dim) -> TensorType:
     """Return a type with one dimension replaced."""
     shape = (*kind.shape[:dim], size, *kind.shape[dim + 1 :])
     return replace(kind, shape=shape)
+
+
+def most_tokens(dp: int) -> int:
+    """Return the rows of a step that each of `dp` ranks may have when experts see all of them."""
+    return MOST_ROWS // dp
+
+
+def with_fewer_rows(module: Module, most: int) -> Module:
+    """Return a module whose steps have at most so many rows."""
+    changed = {d: replace(d, hi=most) for d in module.dims if d.name == ROWS_DIM}
+    changed = {old: new for old, new in changed.items() if old.hi is None or old.hi > most}
+    if not changed:
+        return module
+    dims = tuple(changed.get(dim, dim) for dim in module.dims)
+    return replace(module, dims=dims, graphs=tuple(_graph(g, changed) for g in module.graphs))
+
+
+def _graph(graph: Graph, dims: Mapping[SymDim, SymDim]) -> Graph:
+    def value(old: Value) -> Value:
+        shape = tuple(dims.get(d, d) if isinstance(d, SymDim) else d for d in old.type.shape)
+        return replace(old, type=replace(old.type, shape=shape))
+
+    nodes = tuple(
+        replace(n, operands=tuple(map(value, n.operands)), results=tuple(map(value, n.results)))
+        for n in graph.nodes
+    )
+    inputs = tuple(replace(item, value=value(item.value)) for item in graph.inputs)
+    outputs = tuple((name, value(old)) for name, old in graph.outputs)
+    return replace(graph, inputs=inputs, nodes=nodes, outputs=outputs)
 
 
 def one_message(nodes: list[Node]) -> list[Node]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from k3c.ir.graph import Graph, Module
 from k3c.ir.types import MXFP4, TensorType
 from k3c.ir.verify import layer_attrs
+from k3c.passes.sharding_experts import MAP_SOURCE
 from tests.support.interp import TORCH, Operand, Weights
 
 # Two segments: three new tokens, then one that continues two cached ones; row 4 is padding.
@@ -40,7 +41,9 @@ def inputs_of(graph: Graph) -> dict[str, Tensor]:
 def sources_of(graph: Graph) -> dict[str, Operand]:
     """Return a random checkpoint of one layer: a tensor for each source that is a whole weight."""
     return {
-        w.sources[0]: tensor(w.value.type, w.sources[0])
+        w.sources[0]: _map(w.value.type)
+        if w.sources[0] == MAP_SOURCE
+        else tensor(w.value.type, w.sources[0])
         for w in graph.weights
         if len(w.sources) == 1
     }
@@ -72,6 +75,16 @@ def tensor(kind: TensorType, name: str) -> Operand:
     # Quarters: sums of their products are exact in float32, so that a GEMM gives the same bits
     # whatever width and order torch computes it in.
     return (4 * torch.randn(shape, generator=generator)).round().div(4).to(dtype)
+
+
+def _map(kind: TensorType) -> Tensor:
+    """Return a map of experts: the first third has its first replica here, others none."""
+    experts, width = kind.sizes
+    table = torch.full((experts, width), -1, dtype=torch.int32)
+    number = torch.arange(experts, dtype=torch.int32)
+    table[:, 0] = 1 + number % (width - 1)
+    table[:, 1] = torch.where(number < max(experts // 3, 1), number, -1)
+    return table
 
 
 def _concat(parts: list[Operand]) -> Operand:
