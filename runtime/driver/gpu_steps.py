@@ -76,6 +76,8 @@ def copies(bound: Bound) -> list[tuple[int, int, int]]:
     to, source, nbytes = bound.values[:3]
     if bound.command.kind == "copy":
         return [(to, source, nbytes)]
+    if bound.command.kernel == "combine_tokens":
+        return [(to, source + bound.values[4] * nbytes, nbytes)]
     gathers = bound.command.kernel in ("all_gather", "dispatch_tokens")
     parts = bound.values[3] if gathers else 1
     found = [(to + part * nbytes, source, nbytes) for part in range(parts)]

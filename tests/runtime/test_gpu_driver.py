@@ -98,8 +98,14 @@ def test_copies_and_waits_and_collectives_of_one_rank(kind, stub, tmp_path, exec
     gather = Command("collective", "all_gather", args, ("part",), ("parts",), "g", (), (1,))
     args = (Arg("part"), Arg("part"), *numbers)
     reduce = Command("collective", "all_reduce", args, ("part",), ("part",), "r", (), (2,))
-    run(driver, memory, make_plan(copy, wait, gather, reduce, twice("parts", "y", after=(3,))))
+    half = (Arg(value=8), Arg(value=2), Arg(value=1))
+    combine = Command(
+        "collective", "combine_tokens", (Arg("z"), Arg("x"), *half), ("x",), ("z",), "s", (), (0,)
+    )
+    last = twice("parts", "y", after=(3,))
+    run(driver, memory, make_plan(copy, wait, gather, reduce, last, combine))
     assert floats(memory, 64) == [1, 3, 5, 7, 9]
+    assert floats(memory, 128)[:2] == [2, 3], "its own half, here the second, of x"
     assert floats(memory, 256 + 64) == [0, 1, 2, 3, 4]
 
 
