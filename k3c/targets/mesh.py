@@ -97,8 +97,9 @@ def parse_mesh(text: str, latent: str = "replicated") -> Mesh | None:
         text: Axes and sizes, an axis that is not there has size 1; or the field's short names,
             joined by x: TP8 shares heads and columns of all experts; EP8 makes all ranks of a
             stage share the experts, and must be all of them; TEP8 is TP8 with EP8; DP9 and PP2 are
-            groups with requests of their own and pipeline stages; DEP8 is DP8 with EP8. Empty: one
-            rank.
+            groups with requests of their own and pipeline stages; DEP8 is DP8 with EP8. A name
+            with DP shares the experts over all ranks of a stage: TP8xDP9 is tp=8,dp=9,ep=72. Empty:
+            one rank.
         latent: `replicated` or `sharded`.
 
     Raises:
@@ -151,4 +152,7 @@ def _short(text: str) -> dict[str, int] | None:
             raise ConfigError(what, _WHERE, "write it as TEP16, TP8xPP2 or TP8xDP9xEP72")
         named |= set(axes)
         sizes |= dict.fromkeys(axes, size)
+    if "dp" in named and "ep" not in named:
+        # Groups that share nothing would be deployments of their own.
+        sizes["ep"] = sizes["tp"] * sizes["dp"]
     return sizes
