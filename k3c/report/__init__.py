@@ -1,0 +1,1 @@
+"""`k3c report`: what an artifact is, as one HTML file that needs nothing else."""
