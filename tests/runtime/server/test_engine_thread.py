@@ -8,8 +8,8 @@ import pytest
 
 from k3c.errors import ConfigError, DeviceFault
 from k3c.runtime.engine import Engine
-from k3c.runtime.engine_thread import EngineThread, stream
 from k3c.runtime.request import RequestOptions, Sampling
+from k3c.runtime.server.engine_thread import EngineThread, stream
 from tests.support.fake_plan import STOP, expected_tokens, make_fake
 
 WAIT_S = 20
