@@ -73,10 +73,9 @@ class Planner:
         Raises:
             PassError: The passes cannot share the model so.
         """
-        later = {"data-parallel ranks": mesh.dp, "pipeline stages": mesh.pp}
-        for what, count in later.items():
-            if count > 1:
-                raise PassError(f"{what} are not supported yet", f"--mesh {mesh}", "take tp and ep")
+        if mesh.pp > 1:
+            what = "pipeline stages are not supported yet"
+            raise PassError(what, f"--mesh {mesh}", "take tp, dp and ep")
         if mesh not in self._lowered:
             ctx = PassContext(self.target, self.catalogue, mesh=mesh if mesh.ranks > 1 else None)
             self._lowered[mesh] = (run_pipeline(self.module, ctx).module,)

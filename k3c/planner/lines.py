@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from k3c.planner import quick
 from k3c.planner.answer import KindLine, MemoryLine
 from k3c.planner.draft import draft_weight_bytes, record_bytes
@@ -32,11 +34,9 @@ def spare_lines(part: Part) -> list[MemoryLine]:
 
 
 def spare_bytes(part: Part) -> int:
-    """Return the bytes of `spare_lines`: replicas x bytes of an expert x layers."""
-    if part.mesh.ep == 1:
-        return 0
-    each = quick.expert_bytes(part.config, part.mesh)
-    return part.spare_slots * each * part.moe_layers
+    """Return the bytes of `spare_lines`: experts in every layer, and tables of their replicas."""
+    without = replace(part, spare_slots=0)
+    return sum(quick.weight_bytes(part).values()) - sum(quick.weight_bytes(without).values())
 
 
 def draft_lines(asked: Asked, part: Part, load: Load) -> list[MemoryLine]:

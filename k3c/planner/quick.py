@@ -105,7 +105,7 @@ def weight_bytes(part: Part) -> dict[str, int]:
     one = {
         "kda": _kda(config, mesh.tp),
         "mla": _mla(config, mesh.tp),
-        "router": config.num_experts * (config.hidden_size * BF16_BYTES + F32_BYTES),
+        "router": _router(config) + _expert_map(part),
         "latent": _latent(config, mesh),
         "shared": _mlp(config, config.shared_width, mesh.tp if mesh.shared == "sharded" else 1),
         "experts": expert_bytes(config, mesh) * part.physical_experts,
@@ -140,6 +140,20 @@ def _mla(config: TextConfig, tp: int) -> int:
     keys = heads * (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank
     vectors = config.q_lora_rank + config.kv_lora_rank
     return (queries + latent + keys + 2 * hidden * out) * BF16_BYTES + vectors * F32_BYTES
+
+
+def _router(config: TextConfig) -> int:
+    return config.num_experts * (config.hidden_size * BF16_BYTES + F32_BYTES)
+
+
+def _expert_map(part: Part) -> int:
+    """Return the bytes of a layer's table of replicas: none where experts lie in ranges."""
+    experts, ranks = part.config.num_experts, part.mesh.ep
+    extra = part.physical_experts * ranks - experts
+    if ranks == 1 or not extra:
+        return 0
+    # How many replicas an expert has, and the slot of each that any placement could give it.
+    return experts * (1 + min(ranks, extra + 1)) * I32_BYTES
 
 
 def _latent(config: TextConfig, mesh: Mesh) -> int:

@@ -33,7 +33,7 @@ WRONG = [
     ("a mesh larger than the machine", ("--target", "h200-x2", "--mesh", "TEP16"), 3,
      ("16 ranks, h200-x2 has 2", "--mesh tp=2,ep=2")),
     ("a mesh that divides nothing", (*RACK, "--mesh", "TEP10"), 2,
-     ("96 KDA heads by tp=10", "nearest:", "tp=8,ep=8", "tp=16,ep=16")),
+     ("96 KDA heads by tp=10", "nearest:", "tp=8,ep=8", "tp=12,ep=12")),
     ("a context longer than the model's", (*RACK, "--max-model-len", "2000000"), 2,
      ("2,000,000 tokens", "1,048,576 positions", "--max-model-len 1048576")),
     ("more requests than an artifact takes", (*RACK, "--max-num-seqs", "5000"), 2,

@@ -30,13 +30,15 @@ K3 = Path(__file__).parents[1] / "data/configs/kimi-k3-config.json"
 TEP16 = Mesh(tp=16, ep=16)
 MESHES = (
     Mesh(tp=8), Mesh(tp=16), Mesh(tp=12), Mesh(tp=8, ep=8), TEP16, Mesh(tp=32, ep=32),
-    replace(TEP16, latent="sharded"),
+    replace(TEP16, latent="sharded"), replace(TEP16, shared="replicated"),
+    replace(TEP16, vocabulary="replicated"), Mesh(dp=64, ep=64), Mesh(tp=8, dp=2, ep=16),
+    Mesh(tp=8, dp=9, ep=72),
 )  # fmt: skip
 KIND_PATTERNS = (
     ("experts", r"\.experts\.\*"),
     ("shared", r"shared_experts"),
     ("latent", r"routed_expert_"),
-    ("router", r"block_sparse_moe\.gate"),
+    ("router", r"block_sparse_moe\.gate|expert_map"),
     ("dense", r"\.mlp\.(gate|up|down)"),
     ("embed", r"embed_tokens"),
     ("head", r"lm_head"),
@@ -166,7 +168,9 @@ def test_a_spare_slot_costs_an_expert_in_every_layer(planner):
     books = open_ledger(planner, Part(planner.config, TEP16, 0, 2), problem.asked)
     plain = ledger_of(planner, problem).memory().total_bytes
     each = 3 * 3584 * 3072 * 17 // 32
-    assert books.memory().total_bytes - plain == 2 * each * 92
+    # 32 replicas in all: each of 896 experts may have 16, one a rank; i32, and their number.
+    table = 896 * (1 + 16) * 4
+    assert books.memory().total_bytes - plain == (2 * each + table) * 92
     kinds = kind_lines(problem.asked, books.part, books.base.weights.total_bytes)
     assert {k.kind: k.weight_bytes for k in kinds}["experts"] == (56 + 2) * each * 92
     assert {k.kind: k.weight_bytes for k in kinds}["padding"] == books.base.padding_bytes
