@@ -83,8 +83,8 @@ def file_of(module_name: str) -> Path:
 
 def _parse(text: str) -> SourceCode:
     tree = ast.parse(text)
-    froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-    named = {f"{n.module}.{alias.name}" for n in froms for alias in n.names}
+    from_imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    named = {f"{n.module}.{alias.name}" for n in from_imports for alias in n.names}
     ours = sorted(name for name in named if name.startswith(f"{_OURS}."))
     _drop_docstrings(tree)
     return SourceCode(hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(ours))
