@@ -170,7 +170,9 @@ def _nearest(config: TextConfig, mesh: Mesh) -> str:
     same = legal_meshes(config, min(mesh.ranks, MAX_RANKS), (mesh.pp,), mesh)
     if same and mesh.ranks <= MAX_RANKS:
         alike = [m for m in same if (m.ep > 1) == (mesh.ep > 1)] or same
-        hints.append(f"with {mesh.ranks} ranks: {' or '.join(map(str, alike[:_SHOWN]))}")
+        # Those that share heads most, and the one that shares none, if there is one.
+        shown = dict.fromkeys([*alike[:_SHOWN], *(m for m in alike if m.tp == 1)])
+        hints.append(f"with {mesh.ranks} ranks: {' or '.join(map(str, shown))}")
     return "; ".join(hints) or "no mesh of this kind fits"
 
 

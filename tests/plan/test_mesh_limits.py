@@ -65,6 +65,8 @@ def test_72_ranks_that_share_heads_are_refused_with_legal_meshes_of_72():
     text = str(error.value)
     assert "96 KDA heads by tp=72" in text
     assert "tp=48,ep=48 or tp=96,ep=96" in text
+    assert "tp=8,ep=72,dp=9" in text
+    assert "tp=1,ep=72,dp=72" in text
     for mesh in legal_meshes(K3, 72)[:6:2]:
         assert str(mesh) in text
         assert mesh.ranks == 72
