@@ -12,6 +12,7 @@ import numpy as np
 
 from k3c.artifact import Bucket, CacheInfo
 from k3c.errors import ConfigError
+from k3c.runtime.cache.prefix import PrefixOptions
 from k3c.runtime.engine import Engine
 
 WARM_UP_STEPS = 2
@@ -45,7 +46,8 @@ def bench_artifact(artifact: Path, repeat: int, as_json: bool) -> None:
     if repeat < 1:
         raise ConfigError(f"{repeat} steps, expected at least 1", "--repeat")
     start_s = time.perf_counter()
-    engine = Engine.open(artifact)
+    # Equal prompts are measured again and again: nothing of one may serve the next.
+    engine = Engine.open(artifact, prefix=PrefixOptions(on=False))
     open_s = time.perf_counter() - start_s
     buckets = [b for b in engine.manifest.buckets if _can_fill(b, engine.manifest.cache)]
     rates = [measure_bucket(engine, bucket, repeat) for bucket in buckets]

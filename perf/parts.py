@@ -64,9 +64,10 @@ def engine(artifact: Path, config: Path) -> dict[str, Any]:
     """Measure every bucket and prompts of 512 tokens on the compiled artifact."""
     import k3c
     from k3c.bench import measure_bucket
+    from k3c.runtime.cache.prefix import PrefixOptions
 
     start_s = time.perf_counter()
-    found = k3c.load(artifact)
+    found = k3c.load(artifact, prefix=PrefixOptions(on=False))
     load_s = time.perf_counter() - start_s
     vocab = found.manifest.model.vocab_size
     buckets = [b for b in found.manifest.buckets if b.phase != "score"]
