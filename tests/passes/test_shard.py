@@ -40,7 +40,15 @@ MESHES = {
     "dp2": Mesh(1, 1, 2),
     "dep3-uneven": Mesh(1, 3, 3),
 }
-MESH = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES.keys())
+# What these two hold is in dep2, dep3-uneven and tp2dp2ep4 as well.
+SLOW = ("dep4", "tp2dp2ep4-latent")
+MESH = pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, marks=[pytest.mark.slow] if name in SLOW else [], id=name)
+        for name, mesh in MESHES.items()
+    ],
+)
 # Ranks sum products in another order: some units of 2^-24 relative to the largest logit.
 BOUND = 1e-5
 

@@ -29,7 +29,7 @@ from tests.support.tiny_checkpoint import four_heads_config_json
 BOUND = 1e-5
 
 
-@pytest.fixture(scope="module", params=[7, 8, 12])
+@pytest.fixture(scope="module", params=[7, pytest.param(8, marks=pytest.mark.slow), 12])
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     source = folder / "source.json"
